@@ -27,15 +27,15 @@ struct Options {
   OpBenchRequest request;
 };
 
-/// One timing, its workload and the rate that limits it.
+/// One timing, its workload and its roofline.
 struct Row {
   Workload load;
   OpTiming op;
-  double limit_bytes_per_s;
+  double roofline_bytes_per_s;
 
   const Timing& timing() const { return op.timing; }
-  const char* limit() const { return op.limited_by_copy ? "copy" : "read"; }
-  double floor_us() const { return timing().bytes / limit_bytes_per_s * 1e6; }
+  const char* roofline() const { return op.roofline_is_copy ? "copy" : "read"; }
+  double floor_us() const { return timing().bytes / roofline_bytes_per_s * 1e6; }
   double percent_of_limit() const { return 100 * floor_us() / timing().time_us.median; }
   std::string limit_note(const DeviceInfo& gpu) const {
     return apps::limit_note(percent_of_limit(), timing().bytes, timing().own_bytes,
@@ -112,7 +112,7 @@ std::string report_json(const OpBenchRequest& r, const std::string& command, con
                             {"noise_percent", t.time_us.noise_percent()},
                             {"bytes", std::int64_t(t.bytes)},
                             {"gb_per_s", t.gb_per_s()},
-                            {"limit", row.limit()},
+                            {"limit", row.roofline()},
                             {"floor_us", row.floor_us()},
                             {"percent_of_limit", row.percent_of_limit()},
                             {"limit_note", row.limit_note(report.gpu)}});
@@ -135,7 +135,7 @@ void print_report(const OpBenchRequest& r, const Report& report) {
     table.add({t.site, fmt::format("{}", row.load.batch), fmt::format("{}", row.load.kv_len),
                fmt::format("{}", row.op.layers), row.op.cold ? "yes" : "no", fmt::format("{:.2f}", t.time_us.median),
                fmt::format("{:.2f}", t.time_us.p10), fmt::format("{:.2f}", t.time_us.p99),
-               fmt::format("{:.0f}", t.bytes), fmt::format("{:.1f}", t.gb_per_s()), row.limit(),
+               fmt::format("{:.0f}", t.bytes), fmt::format("{:.1f}", t.gb_per_s()), row.roofline(),
                fmt::format("{:.2f}", row.floor_us()), fmt::format("{:.1f}", row.percent_of_limit()),
                row.limit_note(gpu)});
   }
@@ -155,7 +155,7 @@ int run(const Options& o, const std::string& command) {
       .timed = [&](const Workload& load, const std::vector<OpTiming>& sites) -> Status {
         const MemoryRates& rates = report.rates;
         for (const OpTiming& t : sites)
-          report.rows.push_back({load, t, best(t.limited_by_copy ? rates.copy_bytes_per_s : rates.read_bytes_per_s)});
+          report.rows.push_back({load, t, best(t.roofline_is_copy ? rates.copy_bytes_per_s : rates.read_bytes_per_s)});
         return to_stdout ? Status() : write_report(o.json, false, [&] { return json(false); });
       }};
   const Status status = bench_ops(o.request, sink);

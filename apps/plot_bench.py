@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Draws recorded figures of the GPU: a layer's time against kv_len beside the floor that the memory's bandwidth sets,
-and each site's share of that limit. Reads what bench_peers.py or cf-layer --backend cuda wrote as JSON, and writes SVG
-files beside it:
+"""Draws recorded figures of the GPU: a layer's time against kv_len beside the roofline of the memory's bandwidth, and
+each site's percentage of it. Reads what bench_peers.py or cf-layer --backend cuda wrote as JSON, and writes SVG files
+beside it:
   plot_bench.py data/bench/h200.json   ->   data/bench/h200-layer.svg, data/bench/h200-sites.svg
   plot_bench.py --hero data/bench/hero.svg data/bench/model-peers-pythia-2.8b.json   ->   a bar for each system that
                                        makes whole tokens
@@ -81,7 +81,7 @@ def curves(rows):
 
 
 def shares(layers):
-    """[(heading, [(site, percent of the limit)])] at the longest kv_len of each model, batch and implementation."""
+    """[(heading, [(site, percent of the roofline)])] at the longest kv_len of each model, batch and implementation."""
     longest = {}
     for report in layers:
         for c in report["configurations"]:
@@ -295,7 +295,7 @@ def draw_token_times(plt, found, about, path):
 
 
 def of_floor(row):
-    """The floor of one of our rows in percent of its time: bytes at the rate that limits them."""
+    """The roofline's time in percent of a row's time."""
     floor_us = row["floor_us"] if "floor_us" in row else row["bytes"] / row["read_best_gb_per_s"] * 1e-3
     return 100 * floor_us / row["median_us"]
 

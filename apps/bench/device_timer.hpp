@@ -56,8 +56,8 @@ class DeviceTimer {
   /// The same for replays of a CUDA graph, into which one call of `enqueue` is captured.
   Result<std::vector<double>> time_graph_us(const BenchOptions& options, const Enqueue& enqueue);
 
-  /// Bytes per second of each run of a kernel that reads kProbeBytes random bytes once, 16 a load: the limit of kernels
-  /// that read memory once.
+  /// Bytes per second of each run of a kernel that reads kProbeBytes random bytes once, 16 a load: the roofline of
+  /// kernels that read memory once.
   Result<std::vector<double>> read_bytes_per_s(const BenchOptions& options);
   /// The same for a kernel that copies half of kProbeBytes to the other half, bytes read and bytes written both
   /// counted.

@@ -8,7 +8,7 @@
 #include "core/model/examples.hpp"
 #include "core/model/layer.hpp"
 #include "core/procedural.hpp"
-#include "cuda/graph/capture.hpp"
+#include "cuda/step/graph.hpp"
 #include "cuda/model/linear_scratch.hpp"
 #include "cuda/ops/linear/pack/pack.hpp"
 #include "cuda/ops/run.hpp"
@@ -221,7 +221,7 @@ Result<std::vector<OpTiming>> time_op(DeviceTimer& timer, const OpBenchRequest& 
     timings.push_back({.timing = timing,
                        .layers = layers,
                        .cold = timing.bytes * double(layers) >= rotated_bytes,
-                       .limited_by_copy = 5 * written_bytes >= timing.bytes});
+                       .roofline_is_copy = 5 * written_bytes >= timing.bytes});
     return {};
   };
   Timing all;

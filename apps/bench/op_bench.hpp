@@ -29,9 +29,9 @@ struct OpBenchRequest {
 /// The time of one call of an op, or of one call at each of several sites: a graph's time divided by its layers.
 struct OpTiming {
   Timing timing;
-  std::int64_t layers = 0;       // sets of tensors that the graph goes through
-  bool cold = false;             // one pass over the layers moves four times the L2
-  bool limited_by_copy = false;  // a fifth of its bytes or more are written: the copy's rate is its limit
+  std::int64_t layers = 0;        // sets of tensors that the graph goes through
+  bool cold = false;              // one pass over the layers moves four times the L2
+  bool roofline_is_copy = false;  // a fifth of its bytes or more are written: the copy's rate is its roofline
 };
 
 /// An op whose arguments hold a Linear.
@@ -44,7 +44,7 @@ concept HoldsLinear = requires(typename Op::Args args) {
 std::vector<std::string_view> op_names();
 std::vector<std::string_view> linear_op_names();
 
-/// The rates of the GPU's memory, one for each run. The best read and the best copy are the limits.
+/// The rates of the GPU's memory, one for each run. The best read and the best copy are the rooflines.
 struct MemoryRates {
   std::vector<double> read_bytes_per_s, copy_bytes_per_s;
 };

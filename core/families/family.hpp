@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 
+#include "core/families/fields.hpp"
 #include "core/families/site.hpp"
 #include "core/families/traits.hpp"
 #include "core/ops/rope.hpp"
@@ -51,6 +52,8 @@ struct ModelNames {
   Site final_layer_norm, embed_out;
   std::string_view other_head{};  // what transformers 5 calls embed_out in memory, and some files, too
 
+  /// Those outside the layers, in the order of the walk.
+  constexpr SiteList outside() const { return {embed_in, embed_positions, final_layer_norm, embed_out}; }
   /// The layer's sites in the order of the walk.
   constexpr SiteList sites() const {
     return {input_layernorm, query_key_value,          q_norm,        k_norm,       rotary_emb, kv_append, context,
@@ -82,6 +85,31 @@ struct FamilySpec {
   bool head_norm = false;         // RMSNorm of each head of q and of k, before RoPE
   bool dense_bias_as_qkv = true;  // the attention's output product has a bias where q, k and v have; otherwise none
   ops::QkvLayout qkv_layout = ops::QkvLayout::separate;
+  std::span<const ActivationName> activations{};
+  std::string_view activation_module{};  // of a layer in transformers: "mlp.act"
+  std::span<const std::string_view> rope_types{};
+  std::span<const ConfigField> fields{};  // of config.json; a size comes before those that follow from it
+  std::span<const Preset> presets{};
+
+  /// The field that says a key, or null where none does.
+  constexpr const ConfigField* field(ConfigKey key) const {
+    for (const ConfigField& f : fields)
+      if (f.key == key && is_read(f.use)) return &f;
+    return nullptr;
+  }
+  /// Whether config.json may say a value of its own.
+  constexpr bool reads(ConfigKey key) const {
+    const ConfigField* f = field(key);
+    return f && f->use != FieldUse::asserted;
+  }
+  /// The default of a key whose values are T, or T{} where there is none.
+  template <class T>
+  constexpr T otherwise(ConfigKey key) const {
+    for (const ConfigField& f : fields)
+      if (f.key == key)
+        if (const T* value = std::get_if<T>(&f.otherwise)) return *value;
+    return T{};
+  }
 };
 
 }  // namespace cf

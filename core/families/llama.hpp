@@ -28,11 +28,124 @@ inline constexpr StoredLinear kStored[] = {{.site = SiteId::query_key_value, .pa
 
 inline constexpr std::string_view kBuffers[] = {"self_attn.rotary_emb.inv_freq"};
 
+inline constexpr ActivationName kActivations[] = {{"silu", Activation::swiglu}, {"swish", Activation::swiglu}};
+inline constexpr std::string_view kRopeTypes[] = {"default", "llama3"};
+
+using enum ConfigKey;
+using enum FieldUse;
+
+/// What Mistral and Qwen2 read as well, and what none of them has.
+inline constexpr std::array<ConfigField, 25> kCommonFields{
+    {{"hidden_size", hidden_size, required},
+     {"num_hidden_layers", num_hidden_layers, required},
+     {"num_attention_heads", num_attention_heads, required},
+     {"intermediate_size", intermediate_size, required},
+     {"vocab_size", vocab_size, required},
+     {"head_dim", head_dim, read_or_null},
+     {"rms_norm_eps", layer_norm_eps, read, 1e-6},
+     {"hidden_act", hidden_act, read, "silu"},
+     {"rope_theta", rope_theta, read, 10000.0},
+     {"partial_rotary_factor", rotary_fraction, asserted, 1.0},
+     {"original_max_position_embeddings", original_max_position_embeddings, read},
+     {"layer_types", layer_types, read_or_null},
+     {"tie_word_embeddings", tie_word_embeddings, read, false},
+     {"use_parallel_residual", use_parallel_residual, noted, false},
+     {"rotary_emb_base", rope_theta, noted},
+     {"rotary_pct", rotary_fraction, noted},
+     {"attention_sinks", none, refused},
+     {"attn_logit_softcapping", none, refused},
+     {"n_routed_experts", none, refused},
+     {"num_experts", none, refused},
+     {"num_local_experts", none, refused},
+     {"qk_layernorm", none, refused},
+     {"qk_norm", none, refused},
+     {"use_attention_sink", none, refused},
+     {"use_qk_norm", none, refused}}};
+
+inline constexpr auto kFields = joined(
+    kCommonFields,
+    std::array{ConfigField{"num_key_value_heads", num_key_value_heads, read, SizeOf{num_attention_heads}},
+               ConfigField{"max_position_embeddings", max_position_embeddings, read, 2048},
+               ConfigField{"attention_bias", attention_bias, read, false},
+               ConfigField{"mlp_bias", mlp_bias, read, false}, ConfigField{"sliding_window", sliding_window, noted}});
+
+/// Llama 3's scaling of RoPE.
+constexpr ops::RopeScaling scaled_by(double factor) {
+  return {.kind = ops::RopeScaling::Kind::llama3,
+          .factor = factor,
+          .low_freq_factor = 1,
+          .high_freq_factor = 4,
+          .original_max_positions = 8192};
+}
+
+/// llama-2.8b-shape is no published model, but a Llama of about as many bytes as Pythia-2.8B.
+inline constexpr Preset kPresets[] = {{.name = "llama-2-7b",
+                                       .hidden_size = 4096,
+                                       .num_hidden_layers = 32,
+                                       .num_attention_heads = 32,
+                                       .num_key_value_heads = 32,
+                                       .intermediate_size = 11008,
+                                       .vocab_size = 32000,
+                                       .max_position_embeddings = 4096,
+                                       .layer_norm_eps = 1e-5},
+                                      {.name = "llama-3.2-1b",
+                                       .dtype = DType::bf16,
+                                       .hidden_size = 2048,
+                                       .num_hidden_layers = 16,
+                                       .num_attention_heads = 32,
+                                       .num_key_value_heads = 8,
+                                       .intermediate_size = 8192,
+                                       .vocab_size = 128256,
+                                       .max_position_embeddings = 131072,
+                                       .rope_theta = 5e5,
+                                       .layer_norm_eps = 1e-5,
+                                       .rope_scaling = scaled_by(32),
+                                       .tie_word_embeddings = true},
+                                      {.name = "llama-3.2-3b",
+                                       .dtype = DType::bf16,
+                                       .hidden_size = 3072,
+                                       .num_hidden_layers = 28,
+                                       .num_attention_heads = 24,
+                                       .num_key_value_heads = 8,
+                                       .intermediate_size = 8192,
+                                       .vocab_size = 128256,
+                                       .max_position_embeddings = 131072,
+                                       .rope_theta = 5e5,
+                                       .layer_norm_eps = 1e-5,
+                                       .rope_scaling = scaled_by(32),
+                                       .tie_word_embeddings = true},
+                                      {.name = "llama-3.1-8b",
+                                       .dtype = DType::bf16,
+                                       .hidden_size = 4096,
+                                       .num_hidden_layers = 32,
+                                       .num_attention_heads = 32,
+                                       .num_key_value_heads = 8,
+                                       .intermediate_size = 14336,
+                                       .vocab_size = 128256,
+                                       .max_position_embeddings = 131072,
+                                       .rope_theta = 5e5,
+                                       .layer_norm_eps = 1e-5,
+                                       .rope_scaling = scaled_by(8)},
+                                      {.name = "llama-2.8b-shape",
+                                       .hidden_size = 2560,
+                                       .num_hidden_layers = 32,
+                                       .num_attention_heads = 20,
+                                       .num_key_value_heads = 20,
+                                       .intermediate_size = 6848,
+                                       .vocab_size = 50304,
+                                       .max_position_embeddings = 2048,
+                                       .layer_norm_eps = 1e-5}};
+
 inline constexpr FamilySpec kFamily{.model_type = "llama",
                                     .class_name = "LlamaForCausalLM",
                                     .names = kNames,
                                     .stored = kStored,
                                     .buffers = kBuffers,
-                                    .norm = NormKind::rmsnorm};
+                                    .norm = NormKind::rmsnorm,
+                                    .activations = kActivations,
+                                    .activation_module = "mlp.act_fn",
+                                    .rope_types = kRopeTypes,
+                                    .fields = kFields,
+                                    .presets = kPresets};
 
 }  // namespace cf::families::llama

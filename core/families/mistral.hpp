@@ -5,11 +5,24 @@
 /// MistralModel.
 namespace cf::families::mistral {
 
+using enum ConfigKey;
+using enum FieldUse;
+inline constexpr auto kFields = joined(
+    llama::kCommonFields, std::array{ConfigField{"num_key_value_heads", num_key_value_heads, read, 8},
+                                     ConfigField{"max_position_embeddings", max_position_embeddings, read, 131072},
+                                     ConfigField{"sliding_window", sliding_window, read, 4096},
+                                     ConfigField{"attention_bias", attention_bias, noted, false},
+                                     ConfigField{"mlp_bias", mlp_bias, noted, false}});
+
 inline constexpr FamilySpec kFamily{.model_type = "mistral",
                                     .class_name = "MistralForCausalLM",
                                     .names = llama::kNames,
                                     .stored = llama::kStored,
                                     .buffers = llama::kBuffers,
-                                    .norm = NormKind::rmsnorm};
+                                    .norm = NormKind::rmsnorm,
+                                    .activations = llama::kActivations,
+                                    .activation_module = "mlp.act_fn",
+                                    .rope_types = llama::kRopeTypes,
+                                    .fields = kFields};
 
 }  // namespace cf::families::mistral

@@ -5,12 +5,40 @@
 /// Qwen2Model.
 namespace cf::families::qwen2 {
 
+using enum ConfigKey;
+using enum FieldUse;
+inline constexpr auto kFields = joined(
+    llama::kCommonFields, std::array{ConfigField{"num_key_value_heads", num_key_value_heads, read, 32},
+                                     ConfigField{"max_position_embeddings", max_position_embeddings, read, 32768},
+                                     ConfigField{"sliding_window", sliding_window, read, 4096},
+                                     ConfigField{"use_sliding_window", use_sliding_window, read, false},
+                                     ConfigField{"max_window_layers", max_window_layers, read, 28},
+                                     ConfigField{"attention_bias", attention_bias, noted, true},
+                                     ConfigField{"mlp_bias", mlp_bias, noted, false}});
+
+inline constexpr Preset kPresets[] = {{.name = "qwen2.5-7b",
+                                       .dtype = DType::bf16,
+                                       .hidden_size = 3584,
+                                       .num_hidden_layers = 28,
+                                       .num_attention_heads = 28,
+                                       .num_key_value_heads = 4,
+                                       .intermediate_size = 18944,
+                                       .vocab_size = 152064,
+                                       .max_position_embeddings = 32768,
+                                       .rope_theta = 1e6,
+                                       .layer_norm_eps = 1e-6}};
+
 inline constexpr FamilySpec kFamily{.model_type = "qwen2",
                                     .class_name = "Qwen2ForCausalLM",
                                     .names = llama::kNames,
                                     .stored = llama::kStored,
                                     .buffers = llama::kBuffers,
                                     .norm = NormKind::rmsnorm,
-                                    .dense_bias_as_qkv = false};
+                                    .dense_bias_as_qkv = false,
+                                    .activations = llama::kActivations,
+                                    .activation_module = "mlp.act_fn",
+                                    .rope_types = llama::kRopeTypes,
+                                    .fields = kFields,
+                                    .presets = kPresets};
 
 }  // namespace cf::families::qwen2

@@ -4,6 +4,8 @@
 #include <functional>
 #include <iterator>
 #include <numeric>
+#include <tuple>
+#include <type_traits>
 
 #include "core/model/weights.hpp"
 
@@ -15,46 +17,27 @@ std::int64_t product(const Extents& shape) {
   return std::accumulate(shape.begin(), shape.end(), std::int64_t(1), std::multiplies<>());
 }
 
-ModelConfig pythia(const char* name, std::int64_t hidden, std::int64_t layers, std::int64_t heads, std::int64_t vocab) {
-  return {.name = name,
-          .hidden_size = hidden,
-          .num_hidden_layers = layers,
-          .num_attention_heads = heads,
-          .intermediate_size = 4 * hidden,
-          .vocab_size = vocab,
-          .rotary_dim = hidden / heads / 4};
-}
-
-ModelConfig gated(ModelType type, const char* name, std::string_view dtype, std::int64_t hidden, std::int64_t layers,
-                  std::int64_t heads, std::int64_t kv_heads, std::int64_t intermediate, std::int64_t vocab,
-                  std::int64_t positions, double theta, double factor, double low, double high,
-                  std::int64_t original_positions, bool tied, double eps) {
-  ops::RopeScaling scaling;
-  if (factor != 0)
-    scaling = {.kind = ops::RopeScaling::Kind::llama3,
-               .factor = factor,
-               .low_freq_factor = low,
-               .high_freq_factor = high,
-               .original_max_positions = original_positions};
-  return {.model_type = type,
-          .name = name,
-          .hidden_size = hidden,
-          .num_hidden_layers = layers,
-          .num_attention_heads = heads,
-          .num_key_value_heads = kv_heads,
-          .intermediate_size = intermediate,
-          .vocab_size = vocab,
-          .max_position_embeddings = positions,
-          .rotary_dim = hidden / heads,
-          .rope_theta = theta,
-          .rope_scaling = scaling,
-          .layer_norm_eps = eps,
-          .use_parallel_residual = false,
-          .attention_bias = type == ModelType::qwen2,
-          .mlp_bias = false,
-          .tie_word_embeddings = tied,
-          .hidden_act = Activation::swiglu,
-          .dtype = dtype_from_string(dtype).value()};
+ModelConfig of_preset(ModelType type, const Preset& p) {
+  ModelConfig m = default_config(type);
+  const FamilySpec& family = family_of(type);
+  m.name = p.name;
+  m.dtype = p.dtype;
+  m.hidden_size = p.hidden_size;
+  m.num_hidden_layers = p.num_hidden_layers;
+  m.num_attention_heads = p.num_attention_heads;
+  m.num_key_value_heads = p.num_key_value_heads;
+  m.attention_head_dim = p.head_dim;
+  m.intermediate_size = p.intermediate_size ? p.intermediate_size : 4 * p.hidden_size;
+  m.vocab_size = p.vocab_size;
+  if (p.max_position_embeddings) m.max_position_embeddings = p.max_position_embeddings;
+  if (p.rope_theta != 0) m.rope_theta = p.rope_theta;
+  if (p.layer_norm_eps != 0) m.layer_norm_eps = p.layer_norm_eps;
+  m.rope_scaling = p.rope_scaling;
+  m.tie_word_embeddings = p.tie_word_embeddings;
+  for (const ActivationName& a : family.activations)
+    if (a.name == p.hidden_act) m.hidden_act = a.activation;
+  m.rotary_dim = std::int64_t(double(m.head_dim()) * default_rotary_fraction(family));
+  return m;
 }
 
 }  // namespace
@@ -108,8 +91,53 @@ std::int64_t ModelConfig::num_parameters() const {
   return sum;
 }
 
+ConfigMember member_of(ModelConfig& m, ConfigKey key) {
+  switch (key) {
+    case ConfigKey::hidden_size: return &m.hidden_size;
+    case ConfigKey::num_hidden_layers: return &m.num_hidden_layers;
+    case ConfigKey::num_attention_heads: return &m.num_attention_heads;
+    case ConfigKey::num_key_value_heads: return &m.num_key_value_heads;
+    case ConfigKey::head_dim: return &m.attention_head_dim;
+    case ConfigKey::intermediate_size: return &m.intermediate_size;
+    case ConfigKey::vocab_size: return &m.vocab_size;
+    case ConfigKey::max_position_embeddings: return &m.max_position_embeddings;
+    case ConfigKey::sliding_window: return &m.sliding_window;
+    case ConfigKey::rope_theta: return &m.rope_theta;
+    case ConfigKey::layer_norm_eps: return &m.layer_norm_eps;
+    case ConfigKey::use_parallel_residual: return &m.use_parallel_residual;
+    case ConfigKey::attention_bias: return &m.attention_bias;
+    case ConfigKey::mlp_bias: return &m.mlp_bias;
+    case ConfigKey::tie_word_embeddings: return &m.tie_word_embeddings;
+    default: return {};
+  }
+}
+
+ModelConfig default_config(ModelType type) {
+  const FamilySpec& family = family_of(type);
+  ModelConfig m;
+  m.model_type = type;
+  for (const ConfigField& field : family.fields) {
+    if (field.key == ConfigKey::sliding_window) continue;  // its default counts where keys are left out
+    const auto assign = [&]<class T>(T member) {
+      if constexpr (!std::is_same_v<T, std::monostate>)
+        if (const auto* value = std::get_if<std::remove_pointer_t<T>>(&field.otherwise)) *member = *value;
+    };
+    std::visit(assign, member_of(m, field.key));
+  }
+  const auto act = family.otherwise<std::string_view>(ConfigKey::hidden_act);
+  for (const ActivationName& a : family.activations)
+    if (a.name == act) m.hidden_act = a.activation;
+  return m;
+}
+
+double default_rotary_fraction(const FamilySpec& family) {
+  return family.positions == Positions::rope ? family.otherwise<double>(ConfigKey::rotary_fraction) : 0;
+}
+
 Status ModelConfig::validate() const {
   const auto refuse = [](std::string what) { return Status::error(Code::invalid_argument, "model: " + what); };
+  const FamilySpec& f = family();
+  const std::string type(f.model_type);
   // These messages name the sizes as config.json does; those of the spec have other names.
   CF_TRY(check_sizes({{"hidden_size", hidden_size, 1 << 20},
                       {"num_hidden_layers", num_hidden_layers, 1 << 16},
@@ -120,43 +148,44 @@ Status ModelConfig::validate() const {
                   " heads and hidden_size " + std::to_string(hidden_size));
   if (dtype != DType::f16 && dtype != DType::bf16 && dtype != DType::f32)
     return refuse("dtype must be float16, bfloat16 or float32, got " + std::string(to_string(dtype)));
-  const bool neox = model_type == ModelType::gpt_neox;
-  if (!neox) CF_TRY(check_sizes({{"num_key_value_heads", num_key_value_heads, 1 << 16}}));
-  const auto has = [](bool bias) { return bias ? "one" : "none"; };
-  if (neox && (num_key_value_heads || attention_head_dim || rope_scaling != ops::RopeScaling{}))
-    return refuse("gpt_neox has no num_key_value_heads, head_dim and scaling of RoPE of its own, got one of them");
-  if (neox == (hidden_act == Activation::swiglu))
-    return refuse(std::string(to_string(model_type)) + " with hidden_act " + std::string(to_string(hidden_act)) +
-                  " is not built");
-  if (neox != mlp_bias && model_type != ModelType::llama)
-    return refuse("expected " + std::string(has(neox)) + " of the MLP's biases in " +
-                  std::string(to_string(model_type)) + ", got " + has(mlp_bias));
-  if (const bool qwen = model_type == ModelType::qwen2;
-      (qwen || model_type == ModelType::mistral) && attention_bias != qwen)
-    return refuse("expected " + std::string(has(qwen)) + " of the attention's biases in " +
-                  std::string(to_string(model_type)) + ", got " + has(attention_bias));
-  if (sliding_window && model_type != ModelType::mistral && model_type != ModelType::qwen2)
-    return refuse(std::string(to_string(model_type)) + " has no sliding_window, got " + std::to_string(sliding_window));
-  if (!neox && use_parallel_residual)
-    return refuse("a parallel residual of " + std::string(to_string(model_type)) + " is not built");
-  const ModelSpec s = spec();
-  CF_TRY(s.validate());
-  if (!neox && rotary_dim != head_dim())
-    return refuse("rotary_dim must be head_dim " + std::to_string(head_dim()) + " in " +
-                  std::string(to_string(model_type)) + ", got " + std::to_string(rotary_dim));
+  if (f.reads(ConfigKey::num_key_value_heads))
+    CF_TRY(check_sizes({{"num_key_value_heads", num_key_value_heads, 1 << 16}}));
+  const auto has_none = [&](std::string_view what, const std::string& got) {
+    return refuse(type + " has no " + std::string(what) + ", got " + got);
+  };
+  for (const auto& [key, name, value] :
+       {std::tuple{ConfigKey::num_key_value_heads, "num_key_value_heads of its own", num_key_value_heads},
+        {ConfigKey::head_dim, "head_dim of its own", attention_head_dim},
+        {ConfigKey::sliding_window, "sliding_window", sliding_window}})
+    if (value && !f.reads(key)) return has_none(name, std::to_string(value));
+  if (rope_scaling != ops::RopeScaling{} && f.rope_types.size() < 2) return has_none("scaling of RoPE", "one");
+  if (std::ranges::none_of(f.activations, [&](const ActivationName& a) { return a.activation == hidden_act; }))
+    return refuse(type + " with hidden_act " + std::string(to_string(hidden_act)) + " is not built");
+  // What a family fixes is true or false.
+  ModelConfig given = *this;
+  for (const ConfigField& field : f.fields) {
+    const auto* fixed = std::get_if<bool>(&field.otherwise);
+    bool* const* value = nullptr;
+    const ConfigMember member = member_of(given, field.key);
+    if (field.use == FieldUse::noted && fixed) value = std::get_if<bool*>(&member);
+    if (value && **value != *fixed)
+      return refuse("expected " + std::string(to_string(field.key)) + " " + (*fixed ? "true" : "false") + " in " +
+                    type + ", got " + (*fixed ? "false" : "true"));
+  }
+  CF_TRY(spec().validate());
+  if (f.positions == Positions::rope && !f.reads(ConfigKey::rotary_fraction) && rotary_dim != head_dim())
+    return refuse("rotary_dim must be head_dim " + std::to_string(head_dim()) + " in " + type + ", got " +
+                  std::to_string(rotary_dim));
   return {};
 }
 
 const std::vector<ModelConfig>& presets() {
-  static const std::vector<ModelConfig> all = {
-#define CF_PYTHIA(...) pythia(__VA_ARGS__),
-#define CF_LLAMA(...) gated(ModelType::llama, __VA_ARGS__),
-#define CF_QWEN2(...) gated(ModelType::qwen2, __VA_ARGS__),
-#include "core/model/presets.def"
-#undef CF_PYTHIA
-#undef CF_LLAMA
-#undef CF_QWEN2
-  };
+  static const std::vector<ModelConfig> all = [] {
+    std::vector<ModelConfig> list;
+    for (std::size_t type = 0; type < kFamilies.size(); ++type)
+      for (const Preset& p : kFamilies[type]->presets) list.push_back(of_preset(ModelType(type), p));
+    return list;
+  }();
   return all;
 }
 
@@ -164,7 +193,7 @@ const std::vector<ModelConfig>& pythia_presets() {
   static const std::vector<ModelConfig> found = [] {
     std::vector<ModelConfig> list;
     std::ranges::copy_if(presets(), std::back_inserter(list),
-                         [](const ModelConfig& m) { return m.model_type == ModelType::gpt_neox; });
+                         [](const ModelConfig& m) { return m.name.starts_with("pythia-"); });
     return list;
   }();
   return found;

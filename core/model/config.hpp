@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include "core/dtype.hpp"
@@ -17,8 +18,8 @@ std::string_view to_string(ModelType);
 /// The type of that name, or none.
 std::optional<ModelType> model_type_from_string(std::string_view name);
 
-/// What a config.json says of the network's shape and arithmetic (transformers: GPTNeoXConfig, LlamaConfig,
-/// MistralConfig, Qwen2Config), under its names. Ops, walks and backends take spec() instead.
+/// What a config.json says of the network's shape and arithmetic (the families' configs in transformers). Ops, walks and
+/// backends take spec() instead.
 struct ModelConfig {
   ModelType model_type = ModelType::gpt_neox;
   std::string name;
@@ -36,7 +37,7 @@ struct ModelConfig {
   ops::RopeScaling rope_scaling{};
   double layer_norm_eps = 1e-5;
   bool use_parallel_residual = true;
-  bool attention_bias = true;  // of query, key and value, and but for qwen2 of the attention's output
+  bool attention_bias = true;  // of query, key and value, and as the family has it of the attention's output
   bool mlp_bias = true;
   bool tie_word_embeddings = false;
   Activation hidden_act = Activation::gelu_erf;
@@ -58,16 +59,27 @@ struct ModelConfig {
   /// Parameters of one layer.
   std::int64_t layer_parameters() const;
 
-  /// Refuses a shape that no layer of the type has: sizes below 1, heads that do not divide hidden_size where head_dim
-  /// is not given, what ModelSpec::validate() refuses; in GPT-NeoX fewer key and value heads, a head_dim of its own and
-  /// scaled RoPE; in the others RoPE over a part of the head; biases and a window that the type does not have.
+  /// Refuses a shape that no layer of the family has: sizes below 1, heads that do not divide hidden_size where head_dim
+  /// is not given, what ModelSpec::validate() refuses, and what the family's fields (FamilySpec) do not say: key and
+  /// value heads, a head_dim, a window, a share of the head in RoPE or a scaling of it where no field is read, another
+  /// value than a fixed one, an activation that the family has not.
   Status validate() const;
 };
+
+/// A member of a config, or none for a key that has no member of its own.
+using ConfigMember = std::variant<std::monostate, bool*, std::int64_t*, double*>;
+ConfigMember member_of(ModelConfig& m, ConfigKey key);
+
+/// A config of the family whose members have the defaults of the family's fields. The sizes without a default are 0.
+ModelConfig default_config(ModelType type);
+
+/// The share of a head that RoPE rotates in a config of the family where nothing says it; 0 without RoPE.
+double default_rotary_fraction(const FamilySpec& family);
 
 /// The Pythia suite, "pythia-14m" to "pythia-12b" (Biderman et al. 2023, arXiv:2304.01373).
 const std::vector<ModelConfig>& pythia_presets();
 
-/// The Pythia suite, then Llama 2 and 3 and Qwen2.5: "llama-2-7b", "llama-3.2-1b", "qwen2.5-7b" and others.
+/// The presets of all families: "pythia-2.8b", "llama-3.1-8b", "qwen2.5-7b" and others.
 const std::vector<ModelConfig>& presets();
 
 /// A preset by name, or not_found with the names there are.

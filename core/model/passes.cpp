@@ -59,7 +59,7 @@ Program rewrite(Program program, const Wanted& wanted, Find&& find) {
     if (!fusion) continue;
     const std::vector<std::size_t>& parts = fusion->parts;
     const bool fits = std::ranges::all_of(parts, [&](std::size_t p) { return may_wait(nodes, parts, p); });
-    if (!fits || !wanted(fusion->node.call)) continue;
+    if (!fits || !wanted(fusion->node)) continue;
     nodes[parts.back()] = std::move(fusion->node);
     for (std::size_t p = parts.size() - 1; p-- > 0;) nodes.erase(nodes.begin() + std::ptrdiff_t(parts[p]));
     --i;  // the node behind node i is now at index i

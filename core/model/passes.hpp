@@ -8,9 +8,10 @@
 
 namespace cf {
 
-/// Whether a fused call is wanted in the place of its parts, as where a backend has a kernel for it.
-using Wanted = std::function<bool(const Call&)>;
-inline bool always(const Call&) { return true; }
+/// Whether a fused node is wanted in the place of its parts, as where a backend has a kernel for its call. The backend
+/// may leave in the node what it has planned to find out.
+using Wanted = std::function<bool(Node&)>;
+inline bool always(Node&) { return true; }
 
 /// RopeAppend, at kv_append, in the place of Rope and of the KvAppend of its keys and values.
 Program with_rope_append(Program program, const Wanted& wanted = always);

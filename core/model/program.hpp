@@ -1,5 +1,6 @@
 #pragma once
 // A step as a value: the calls of a walk, in order. Passes (core/model/passes.hpp) rewrite it; backends run it.
+#include <any>
 #include <type_traits>
 #include <utility>
 #include <variant>
@@ -34,6 +35,7 @@ struct Node {
   ModelSite at;  // `layer` is -1 outside the layers
   Call call;
   std::vector<const void*> reads{}, writes{};
+  std::any planned{};  // a backend's own: what it has planned for the call
 };
 
 /// The calls of a step, in an order in which they may run one after the other.

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/graph/capture.hpp"
+#include "cuda/step/graph.hpp"
 #include "cuda/step/capture.hpp"
 #include "cuda/step/lower.hpp"
 #include "cuda/model/place.hpp"
@@ -136,23 +136,6 @@ Result<std::unique_ptr<Prepared>> prepare_persistent(const Context& context, Imp
 }
 
 }  // namespace
-
-std::string_view to_string(Impl impl) {
-  switch (impl) {
-    case Impl::unfused: return "unfused";
-    case Impl::graph: return "graph";
-    case Impl::split: return "split";
-    case Impl::layer: return "layer";
-    case Impl::persistent: return "persistent";
-  }
-  return "?";
-}
-
-std::optional<Impl> impl_from_string(std::string_view name) {
-  for (Impl impl : kImpls)
-    if (to_string(impl) == name) return impl;
-  return std::nullopt;
-}
 
 struct Executor::State {
   /// What a step's launches depend on.

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/graph/capture.hpp"
+#include "cuda/step/graph.hpp"
 
 namespace cf::cuda {
 

@@ -30,7 +30,7 @@ auto walk_of(const RowOps& ops, const ops::DecodeLayer::Args& a, const TokenRows
 
 Result<RowOps> row_ops(const Target& target, const ops::DecodeLayer::Args& a) {
   CF_TRY_ASSIGN(Program program, record_layer(a.model, a.weights, a.t));
-  program = with_ln_qkv(std::move(program), [&](const Call& call) { return takes(target, call); });
+  program = with_ln_qkv(std::move(program), [&](Node& node) { return takes(target, node); });
   CF_TRY_ASSIGN(StepPlan plan, choose(target, std::move(program)));
   set_graph_modes(target.arch, plan);
   RowOps ops;

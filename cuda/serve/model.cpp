@@ -5,7 +5,7 @@
 
 #include "core/cache_view.hpp"
 #include "core/resources.hpp"
-#include "cuda/model/fastest_impl.hpp"
+#include "cuda/step/fastest_impl.hpp"
 #include "cuda/serve/model_state.hpp"
 
 namespace cf::cuda {

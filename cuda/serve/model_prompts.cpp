@@ -4,9 +4,9 @@
 
 #include "core/model/passes.hpp"
 #include "core/model/taps.hpp"
-#include "cuda/graph/capture.hpp"
 #include "cuda/serve/model_state.hpp"
 #include "cuda/step/capture.hpp"
+#include "cuda/step/graph.hpp"
 
 namespace cf::cuda {
 

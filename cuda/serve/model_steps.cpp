@@ -2,10 +2,10 @@
 #include <utility>
 
 #include "core/cache_view.hpp"
-#include "cuda/graph/capture.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/serve/model_state.hpp"
 #include "cuda/step/capture.hpp"
+#include "cuda/step/graph.hpp"
 
 namespace cf::cuda {
 

@@ -1,7 +1,7 @@
 #pragma once
 // A step's plan as launches: on a stream, or in a graph. Private to cuda.
 #include "core/model/layer.hpp"
-#include "cuda/graph/capture.hpp"
+#include "cuda/step/graph.hpp"
 #include "cuda/step/choose.hpp"
 
 namespace cf::cuda {

@@ -21,31 +21,29 @@ const Plan* plan_of(const Planned& planned) {
   return std::any_cast<Plan>(&planned.plan);
 }
 
-/// Whether ln_qkv is faster than its parts, and gives their bits. On an H200 it is faster for up to four tokens; with a
-/// dense weight it is slower from eight tokens on. One launch must take all tokens. Its bits are those of its parts
-/// only where layernorm gives each thread the same eight elements of a row.
+/// Whether ln_qkv is faster than its parts, and gives their bits. One launch must take all tokens. Its bits are those
+/// of its parts only where layernorm gives each thread the same eight elements of a row.
 bool ln_qkv_pays(const Arch& arch, const ops::LnQkv::Args& a, const Planned& planned) {
-  constexpr std::int64_t most_tokens = 4;
   const auto [tokens, hidden] = a.x.shape;
   const auto* const packed = plan_of<LnQkvPacked>(planned);
   const auto* const dense = plan_of<LnQkvDense>(planned);
   const bool one_launch = packed ? packed->launches.size() == 1 : dense->plan.tokens == tokens;
-  return one_launch && tokens <= most_tokens && layernorm_plan(arch, tokens, hidden, 1).elements == 8;
+  return one_launch && tokens <= arch.tuning->ln_qkv_tokens && layernorm_plan(arch, tokens, hidden, 1).elements == 8;
 }
 
 /// rms_qkv and rms_linear in the place of both norms of a layer and of what lies behind them, where kernels take all.
 Program with_norms(const Target& target, const Program& layer) {
   Program fused = with_rms_qkv(with_rope_append(with_rms_linear(layer)));
-  const auto fits = [&](const Node& n) {
+  const auto fits = [&](Node& n) {
     const bool has_norm =
         std::holds_alternative<ops::RmsLinear::Args>(n.call) || std::holds_alternative<ops::RmsQkv::Args>(n.call);
-    return !has_norm || takes(target, n.call);
+    return !has_norm || takes(target, n);
   };
   return std::ranges::all_of(fused.nodes, fits) ? fused : layer;
 }
 
 Program fuse_layer(const Target& target, Program layer) {
-  const auto wanted = [&](const Call& call) { return takes(target, call); };
+  const auto wanted = [&](Node& node) { return takes(target, node); };
   layer = with_linear_sum(with_ln_qkv(std::move(layer), wanted), wanted);
   const bool sums = std::ranges::any_of(
       layer.nodes, [](const Node& n) { return std::holds_alternative<ops::LinearSum::Args>(n.call); });
@@ -77,13 +75,8 @@ const LinearWeight* weight_of(const Call& call) {
       call);
 }
 
-/// The largest cache, in entries, of a layer whose kernels share SMs. Attention to more entries takes longer, and it
-/// starts later where other kernels hold the registers.
-constexpr std::int64_t kSharedSmsEntries = 1024;
-
-/// Whether ln_qkv and the MLP's first product, both with packed weights, share SMs. On an H200 the layers of
-/// Pythia-410M, 1.4B and 2.8B are 3 to 7 % faster so in caches of up to 512 entries:
-/// data/bench/TRIALS.md, old-and-new-gptq. Pythia-6.9B's ln_qkv leaves no room for the product's blocks.
+/// Whether ln_qkv and the MLP's first product, both with packed weights, can share SMs. Pythia-6.9B's ln_qkv leaves no
+/// room for the product's blocks.
 bool share_sms(const Arch& arch, const LnQkvPacked& ln_qkv, const GptqPlan& up) {
   const LnQkvGptqPlan& first = ln_qkv.launches.front();
   const int system_bytes = arch.smem_per_sm_bytes - arch.smem_per_block_bytes;  // of each block
@@ -123,28 +116,22 @@ LayerFacts facts_of(const Arch& arch, const Nodes& nodes) {
       if (const auto* plan = plan_of<FloatAttentionPlan>(planned)) f.key_splits = plan->splits;
     }
   }
-  f.shares_sms = ln_qkv && up && f.max_kv_len <= kSharedSmsEntries && share_sms(arch, *ln_qkv, *up);
+  f.shares_sms = ln_qkv && up && f.max_kv_len <= arch.tuning->shared_sms_entries && share_sms(arch, *ln_qkv, *up);
   return f;
 }
 
-/// LaunchMode::shared_percent for dense weights. On an H200 this is 132 KB: attention's block fits beside three blocks
-/// of a product, and the rest of the L1 has room for the products' loads. Of 44, 58, 65, 72 and 100, Pythia-2.8B with a
-/// cache of 2048 is fastest with 58 and 65. With 100 it is slower than with the driver's own divisions.
-constexpr int kDenseSharedPercent = 58;
-
 /// LaunchMode::shared_percent of all kernels of a layer. With 0 the driver divides an SM's memory for each kernel, and
-/// a kernel waits until SMs with another division are empty. On an H200:
-/// - Dense weights are faster with kDenseSharedPercent where attention's blocks form clusters, whose SMs then become
-///   free sooner. They are slower so where attention has no clusters, as for four tokens of 32 heads.
+/// a kernel waits until SMs with another division are empty (kH200Tuning has the measurements):
+/// - Dense weights are faster with Tuning::dense_shared_percent where attention's blocks form clusters, whose SMs then
+///   become free sooner. They are slower so where attention has no clusters, as for four tokens of 32 heads.
 /// - Packed weights of one token that ln_qkv takes are faster with all of the memory shared.
 /// - Packed weights of one token that rms_qkv and rms_linear take are faster with all of the memory shared, together
-///   with LaunchMode::leaves_room. They are slower so where lone heads' clusters have kMaxSplits blocks, as those of
-///   Llama-3.2-3B (data/bench/TRIALS.md, old-and-new-llama-gptq).
-int shared_percent(const LayerFacts& f) {
+///   with LaunchMode::leaves_room. They are slower so where lone heads' clusters have kMaxSplits blocks.
+int shared_percent(const Arch& arch, const LayerFacts& f) {
   if (f.norms) return f.share_heads > 1 || f.key_splits < kMaxSplits ? 100 : 0;
   if (!f.few) return 0;
   if (f.packed_qkv) return f.tokens == 1 ? 100 : 0;
-  return f.key_splits > 1 ? kDenseSharedPercent : 0;
+  return f.key_splits > 1 ? arch.tuning->dense_shared_percent : 0;
 }
 
 /// Whether a site's kernel may start before the kernels that it waits for are done. An early kernel occupies SMs while
@@ -164,9 +151,9 @@ bool starts_early(const LayerFacts& f, SiteId site) {
 }
 
 /// The MLP's first product is the shorter branch: it fills the SMs that the branch through attention leaves free.
-LaunchMode mode_of(const LayerFacts& f, SiteId site) {
+LaunchMode mode_of(const Arch& arch, const LayerFacts& f, SiteId site) {
   const bool early = starts_early(f, site), is_up = site == SiteId::dense_h_to_4h;
-  const int percent = shared_percent(f);
+  const int percent = shared_percent(arch, f);
   return {.early = early,
           .after_waiting = early && site == SiteId::context && !f.mixed,
           .shares_sms = f.shares_sms && is_up,
@@ -184,19 +171,21 @@ RopePairs qkv_pairs(const ModelSpec& m) {
   return rope_pairs(m.shape.qkv_heads(), m.shape.head_dim, m.shape.rotary_dim);
 }
 
-bool takes(const Target& target, const Call& call) {
+bool takes(const Target& target, Node& node) {
   return std::visit(
       [&]<class Args>(const Args& args) {
         // A launch for each group of runs would read the weight each time.
         if constexpr (std::is_same_v<Args, ops::LnQkv::Args> || std::is_same_v<Args, ops::RmsQkv::Args>)
           if (!args.runs.empty()) return false;
-        const Result<Choice> choice = choose(target, args);
+        if (!Args::Op::check(args)) return false;
+        Result<Choice> choice = choose(target, args);
+        if (!choice) return false;
         if constexpr (std::is_same_v<Args, ops::LnQkv::Args>)
-          return choice && ln_qkv_pays(target.arch, args, choice->planned);
-        else
-          return bool(choice);
+          if (!ln_qkv_pays(target.arch, args, choice->planned)) return false;
+        node.planned = *std::move(choice);
+        return true;
       },
-      call);
+      node.call);
 }
 
 Program fuse(const Target& target, Program program) {
@@ -216,6 +205,12 @@ Program fuse(const Target& target, Program program) {
 Result<StepPlan> choose(const Target& target, Program program) {
   StepPlan plan;
   for (Node& node : program.nodes) {
+    if (auto* const known = std::any_cast<Choice>(&node.planned)) {
+      Choice choice = std::move(*known);
+      node.planned.reset();
+      plan.nodes.push_back({std::move(node), std::move(choice), {}});
+      continue;
+    }
     Result<Choice> choice = std::visit(
         [&]<class Args>(const Args& args) -> Result<Choice> {
           CF_TRY(Args::Op::check(args));
@@ -236,10 +231,10 @@ void set_graph_modes(const Arch& arch, StepPlan& plan) {
     const std::span<PlannedNode> part(first, last);
     const LayerFacts facts = facts_of(arch, part);
     // The LM head starts late. If its blocks come one by one to SMs where the last layer's kernels still run, it may
-    // read more slowly until its end, as it does on an H200 for Llama-3.1-8B with packed weights.
+    // read more slowly until its end (kH200Tuning).
     for (PlannedNode& n : part)
-      n.mode =
-          layer >= 0 ? mode_of(facts, n.node.at.site.id) : LaunchMode{.early = n.node.at.site.id != SiteId::embed_out};
+      n.mode = layer >= 0 ? mode_of(arch, facts, n.node.at.site.id)
+                          : LaunchMode{.early = n.node.at.site.id != SiteId::embed_out};
     first = last;
   }
 }

@@ -24,8 +24,8 @@ struct StepPlan {
 /// The order in which a packed query_key_value must have its rows for the fused ops of a layer.
 RopePairs qkv_pairs(const ModelSpec& m);
 
-/// Whether a fused call has a kernel that is faster than those of its parts.
-bool takes(const Target& target, const Call& call);
+/// Whether a fused node's call has a kernel that is faster than those of its parts. The node keeps the choice.
+bool takes(const Target& target, Node& node);
 
 /// Puts fused calls into the place of their parts wherever a layer's fused calls have kernels, and these are faster:
 ///   ln_qkv                 makes q, k and v of few tokens of layers with LayerNorm
@@ -35,7 +35,7 @@ bool takes(const Target& target, const Call& call);
 /// Nodes outside the layers stay as they are.
 Program fuse(const Target& target, Program program);
 
-/// Checks every call by its contract and chooses its kernel. The modes are those of launches one after the other.
+/// Checks every call by its contract and chooses its kernel, but for nodes that keep a choice. The modes are those of launches one after the other.
 Result<StepPlan> choose(const Target& target, Program program);
 
 /// Sets the modes of a graph, in which a node waits for those alone whose data it needs: in a layer by the plans of its

@@ -54,6 +54,19 @@ inline constexpr Tuning kH200Tuning{
     // for a second turn double the time.
     .split_blocks_on_two_sms = 3,
 
+    // Record: commit 156bb53. ln_qkv is faster for up to four tokens; with a dense weight it is slower from eight on.
+    .ln_qkv_tokens = 4,
+    // Record: commit 718f4dc; TRIALS.md, old-and-new-gptq. The packed layers of Pythia-410M, 1.4B and 2.8B are 3 to 7 %
+    // faster so in caches of up to 512 entries. Attention to more than 1,024 entries takes longer, and it starts later
+    // where other kernels hold the registers.
+    .shared_sms_entries = 1024,
+    // Record: commit 1ff5363. 58 % are 132 KB: attention's block fits beside three blocks of a product, and the rest of
+    // the L1 has room for the products' loads. Of 44, 58, 65, 72 and 100, Pythia-2.8B with a cache of 2048 is fastest
+    // with 58 and 65. With 100 it is slower than with the driver's own divisions. With packed weights of one token 100
+    // is fastest, but not where lone heads' clusters have kMaxSplits blocks, as those of Llama-3.2-3B: TRIALS.md,
+    // old-and-new-llama-gptq.
+    .dense_shared_percent = 58,
+
     // Records: stack-*.json; for several slots of Llama and Qwen TRIALS.md, llama-batches. The times of all layers in
     // ms, of one slot at kv_len 128 where a row names nothing else:
     //
@@ -103,7 +116,7 @@ inline constexpr Tuning kH200Tuning{
 //                                     TRIALS.md, old-and-new-llama-gptq.
 //   cuda/runtime/shared_memory.hpp    With the device's whole memory allowed to every kernel, Pythia-2.8B's kernels
 //                                     launched one by one take 3 % longer.
-//   cuda/serve/model_steps.cpp        An LM head that starts early reads more slowly until its end, for Llama-3.1-8B
+//   cuda/step/choose.cpp              An LM head that starts early reads more slowly until its end, for Llama-3.1-8B
 //                                     with packed weights.
 //   cuda/persistent/plan.cpp          Key splits that fill the grid cost little at kv_len 128 and save a seventh at
 //                                     2048.

@@ -46,6 +46,11 @@ struct Tuning {
   std::int64_t few_splits_entries;  // the largest cache where a share has no more splits than a lone head
   int split_blocks_on_two_sms;      // the most blocks for two SMs that keys are split into
 
+  // How a layer's kernels run beside each other in the graph: cuda/step/choose.cpp.
+  std::int64_t ln_qkv_tokens;       // the most tokens of ln_qkv in the place of its parts
+  std::int64_t shared_sms_entries;  // the largest cache of a layer whose kernels share SMs
+  int dense_shared_percent;         // LaunchMode::shared_percent for dense weights
+
   // Whether steps run in the persistent kernel: any of the bounds for the model's kind of residual. Models of packed
   // weights run in the graph.
   std::array<PersistentBound, 2> persistent_parallel, persistent_sequential;

@@ -127,9 +127,9 @@ Status write_variant(Hdf5Writer& file, const std::string& object, const VariantI
 std::string layer_sizes(const ModelConfig& c) {
   return "hidden_size " + std::to_string(c.hidden_size) + ", intermediate_size " + std::to_string(c.intermediate_size) +
          ", " + std::to_string(c.num_attention_heads) + " heads, " +
-         (c.model_type == ModelType::gpt_neox
-              ? ""
-              : std::to_string(c.kv_heads()) + " key and value heads of " + std::to_string(c.head_dim()) + ", ") +
+         (c.family().reads(ConfigKey::num_key_value_heads)
+              ? std::to_string(c.kv_heads()) + " key and value heads of " + std::to_string(c.head_dim()) + ", "
+              : "") +
          (c.attention_bias ? "with" : "without") + " attention bias";
 }
 

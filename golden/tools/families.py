@@ -1,29 +1,39 @@
-"""The names that families of models give their modules (core/model/names.hpp), and the joining of what checkpoints
-store apart."""
+"""The families of models as core/families says them (python/cf_ops/_families.json), and the joining of what checkpoints
+store apart or transposed."""
 
+import json
+import os
 from dataclasses import dataclass
 
 import numpy as np
 
 import gptq
 
+HERE = os.path.dirname(os.path.abspath(__file__))
+FILE = os.path.join(HERE, os.pardir, os.pardir, "python", "cf_ops", "_families.json")
+
 
 @dataclass(frozen=True)
 class Names:
     """A family's names. Linears and taps are named below the layer."""
 
+    layers: str  # what a layer's names begin with, before its number
     base: str  # the attribute of the causal model that holds all but the head
     embedding: str
+    positions: str  # the table of learned positions; empty where there is none
     final_norm: str
     head: str
     norm_parts: tuple  # the parameters of a norm
-    attention: str
+    norms: tuple  # a layer's two norms
+    head_norms: tuple  # of each head of q and of k; empty where there are none
     qkv: str  # the product of query, key and value, as the walk has it
     qkv_parts: tuple  # the modules that checkpoints store of it, one below the other
     dense: str
     mlp: str  # the MLP's first product, as the walk has it
     mlp_parts: tuple  # the modules that checkpoints store of it, their rows in turn
     down: str
+    transposed: tuple  # the modules whose weights checkpoints store as (in, out)
+    taps: tuple  # (step, tap) of every site
     embedding_tap: str
     final_norm_tap: str
 
@@ -33,42 +43,48 @@ class Names:
         return (*self.qkv_parts, self.dense, *self.mlp_parts, self.down)
 
     def layer(self, index):
-        return f"{self.base}.layers.{index}."
+        return f"{self.layers}{index}."
+
+    def tap(self, step):
+        """The tap of a step, by the name that core/families/site.hpp gives the step."""
+        return dict(self.taps)[step]
 
 
-NEOX = Names(
-    base="gpt_neox",
-    embedding="gpt_neox.embed_in",
-    final_norm="gpt_neox.final_layer_norm",
-    head="embed_out",
-    norm_parts=("weight", "bias"),
-    attention="attention",
-    qkv="attention.query_key_value",
-    qkv_parts=("attention.query_key_value",),
-    dense="attention.dense",
-    mlp="mlp.dense_h_to_4h",
-    mlp_parts=("mlp.dense_h_to_4h",),
-    down="mlp.dense_4h_to_h",
-    embedding_tap="embed_in",
-    final_norm_tap="final_layer_norm",
-)
+def _names(family):
+    sites = {site["id"]: site for site in (*family["sites"], *family["outside"])}
+    name = {step: site["name"] for step, site in sites.items()}
+    stored = family["stored"]
 
-LLAMA = Names(
-    base="model",
-    embedding="model.embed_tokens",
-    final_norm="model.norm",
-    head="lm_head",
-    norm_parts=("weight",),
-    attention="self_attn",
-    qkv="self_attn.qkv_proj",
-    qkv_parts=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    dense="self_attn.o_proj",
-    mlp="mlp.gate_up_proj",
-    mlp_parts=("mlp.gate_proj", "mlp.up_proj"),
-    down="mlp.down_proj",
-    embedding_tap="embed_tokens",
-    final_norm_tap="norm",
-)
+    def parts(step):
+        return tuple(stored.get(step, {}).get("parts") or (name[step],))
+
+    return Names(
+        layers=family["layers"],
+        base=family["layers"].partition(".")[0],
+        embedding=name["embed_in"],
+        positions=name.get("embed_positions", ""),
+        final_norm=name["final_layer_norm"],
+        head=name["embed_out"],
+        norm_parts=("weight", "bias") if family["norm"] == "layernorm" else ("weight",),
+        norms=(name["input_layernorm"], name["post_attention_layernorm"]),
+        head_norms=tuple(name[step] for step in ("q_norm", "k_norm") if step in name),
+        qkv=name["query_key_value"],
+        qkv_parts=parts("query_key_value"),
+        dense=name["dense"],
+        mlp=name["dense_h_to_4h"],
+        mlp_parts=parts("dense_h_to_4h"),
+        down=name["dense_4h_to_h"],
+        transposed=tuple(part for step, how in stored.items() if how["transposed"] for part in parts(step)),
+        taps=tuple((step, site["tap"]) for step, site in sites.items()),
+        embedding_tap=sites["embed_in"]["tap"],
+        final_norm_tap=sites["final_layer_norm"]["tap"],
+    )
+
+
+with open(FILE, encoding="utf-8") as _file:
+    FAMILIES = {family["model_type"]: family for family in json.load(_file)}
+"""model_type -> what core/families says of it."""
+NAMES = {model_type: _names(family) for model_type, family in FAMILIES.items()}
 
 
 def _joined(kind, arrays, interleaved, bits):
@@ -87,6 +103,12 @@ def _joined(kind, arrays, interleaved, bits):
     shape = list(arrays[0].shape)
     shape[axis] *= len(arrays)
     return np.ascontiguousarray(np.stack(arrays, axis + 1).reshape(shape))
+
+
+def is_transposed(names, name):
+    """Whether a tensor's stored form is the transpose of the walk's."""
+    module, _, kind = name.rpartition(".")
+    return kind == "weight" and module.endswith(names.transposed) if names.transposed else False
 
 
 @dataclass(frozen=True)
@@ -114,6 +136,9 @@ def join(names, arrays, bits=0):
     """A layer's or a model's tensors as the walk has them, in the order of weights_checksum(), from those that the
     checkpoint stores: name -> array."""
     tensors = {}
+    arrays = {
+        name: np.ascontiguousarray(array.T) if is_transposed(names, name) else array for name, array in arrays.items()
+    }
     for name, array in arrays.items():
         joined = joined_of(names, name)
         if not joined:
@@ -127,6 +152,7 @@ def join(names, arrays, bits=0):
 def join_shapes(names, shapes):
     """The same of the shapes of dense tensors."""
     whole = {}
+    shapes = {name: shape[::-1] if is_transposed(names, name) else shape for name, shape in shapes.items()}
     for name, shape in shapes.items():
         joined = joined_of(names, name)
         if not joined:
@@ -139,16 +165,19 @@ def join_shapes(names, shapes):
 def split(names, arrays, shapes):
     """The inverse of join() for dense tensors: those that a checkpoint stores, whose shapes are given."""
     stored = {}
+    shapes = {name: shape[::-1] if is_transposed(names, name) else shape for name, shape in shapes.items()}
     for name, shape in shapes.items():
         joined = joined_of(names, name)
         if not joined:
             stored[name] = arrays[name]
-            continue
-        place = joined.parts.index(name)
-        if joined.is_interleaved:
-            rows = slice(place, None, len(joined.parts))
         else:
-            first = sum(shapes[part][0] for part in joined.parts[:place])
-            rows = slice(first, first + shape[0])
-        stored[name] = np.ascontiguousarray(arrays[joined.name][rows])
+            place = joined.parts.index(name)
+            if joined.is_interleaved:
+                rows = slice(place, None, len(joined.parts))
+            else:
+                first = sum(shapes[part][0] for part in joined.parts[:place])
+                rows = slice(first, first + shape[0])
+            stored[name] = np.ascontiguousarray(arrays[joined.name][rows])
+        if is_transposed(names, name):
+            stored[name] = np.ascontiguousarray(stored[name].T)
     return stored

@@ -136,10 +136,6 @@ def to_numpy(tensor):
     return tensor.numpy()
 
 
-# model_type -> how transformers' classes are called.
-CLASSES = {"gpt_neox": "GPTNeoX", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
-
-
 def modeling(model_type="gpt_neox"):
     """transformers' module for a type of models."""
     return importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
@@ -147,7 +143,7 @@ def modeling(model_type="gpt_neox"):
 
 def class_of(model, kind):
     """transformers' class of a model: its Config, Model or ForCausalLM."""
-    name = CLASSES[model.model_type] + kind
+    name = model.family["class_name"].removesuffix("ForCausalLM") + kind
     if kind != "Config":
         return getattr(modeling(model.model_type), name)
     return getattr(importlib.import_module("transformers"), name)
@@ -364,11 +360,10 @@ class LayerRecorder(Recorder):
 
     def __init__(self, hf, model):
         layer, names = hf.layers[0], model.names
-        norms = ("input_layernorm", "post_attention_layernorm")
-        outputs = {"layer": layer, **{name: layer.get_submodule(name) for name in (*norms, *names.linears)}}
+        outputs = {"layer": layer, **{name: layer.get_submodule(name) for name in (*names.norms, *names.linears)}}
         inputs = {
             "context": layer.get_submodule(names.dense),
-            "norm_in": layer.post_attention_layernorm,
+            "norm_in": layer.get_submodule(names.norms[1]),
             "act": layer.get_submodule(names.down),
         }
         super().__init__(model, outputs, inputs)
@@ -390,18 +385,18 @@ class LayerRecorder(Recorder):
             residual = self.tensors[names.dense] + hidden
         k_cache, v_cache = (to_numpy(e[:, :, -tokens:].to(hidden.dtype)) for e in cache_entries(cache, 0))
         taps = {
-            "input_layernorm": t["input_layernorm"][0],
-            names.qkv: qkv,
-            f"{names.attention}.rotary_emb.q": rotated("q", q),
-            f"{names.attention}.rotary_emb.k": rotated("k", k),
-            f"{names.attention}.rotary_emb.v": v,
-            f"{names.attention}.kv_append.k_cache": k_cache,
-            f"{names.attention}.kv_append.v_cache": v_cache,
-            f"{names.attention}.context": t["context"].reshape(tokens, model.num_attention_heads, model.head_dim),
-            f"{names.attention}.residual": to_numpy(residual.to(hidden.dtype))[0],
-            "post_attention_layernorm": t["post_attention_layernorm"][0],
-            "mlp.act": t["act"][0],
-            "output": t["layer"][0],
+            names.tap("input_layernorm"): t[names.norms[0]][0],
+            names.tap("query_key_value"): qkv,
+            f"{names.tap('rotary_emb')}.q": rotated("q", q),
+            f"{names.tap('rotary_emb')}.k": rotated("k", k),
+            f"{names.tap('rotary_emb')}.v": v,
+            f"{names.tap('kv_append')}.k_cache": k_cache,
+            f"{names.tap('kv_append')}.v_cache": v_cache,
+            names.tap("context"): t["context"].reshape(tokens, model.num_attention_heads, model.head_dim),
+            names.tap("dense"): to_numpy(residual.to(hidden.dtype))[0],
+            names.tap("post_attention_layernorm"): t[names.norms[1]][0],
+            names.tap("dense_h_to_4h"): t["act"][0],
+            names.tap("dense_4h_to_h"): t["layer"][0],
             **{f"hf.{name}": t[name][0] for name in (names.dense, *names.mlp_parts, names.down)},
         }
         if self.rope_calls != 1:

@@ -27,12 +27,10 @@ NAME = "make_checkpoints.py"
 require_numpy(NAME)
 
 import gptq
-import llama
 import procedural
 from golden_file import current_umask, write_json
 from hf_model import PACKAGES, class_of, default_dtype, transformers_config, versions
-from model_config import PYTHIA_PRESETS
-from neox import Model
+from model_config import PYTHIA_PRESETS, Model
 from preset_checkpoint import write_checkpoint
 from quantize_gptq import Recipe, quantise_checkpoint
 
@@ -45,7 +43,7 @@ class Spec:
 
     name: str
     dtype: str
-    model: Model | llama.Model
+    model: Model
     max_shard_size: str = "1GB"
     config_of: int = 5  # the generation of transformers whose names config.json has
 
@@ -69,7 +67,7 @@ SPECS = [
             4,
             256,
             hidden_act="gelu_pytorch_tanh",
-            rotary_pct=0.5,
+            rotary_fraction=0.5,
             rope_theta=25000.0,
             layer_norm_eps=1e-6,
             attention_bias=False,
@@ -81,7 +79,9 @@ SPECS = [
 def gated(name, dtype, model_type, sizes, max_shard_size="1GB", config_of=5, **rest):
     """The checkpoint of a model of another family. The sizes are hidden, layers, heads, kv heads, head_dim and
     intermediate."""
-    model = llama.Model(model_type, *sizes, vocab_size=128, max_position_embeddings=512, **rest)
+    names = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size".split()
+    sizes = dict(zip(names, sizes), vocab_size=128, max_position_embeddings=512)
+    model = Model(model_type=model_type, **sizes, **rest)
     return Spec(name, dtype, model, max_shard_size, config_of)
 
 

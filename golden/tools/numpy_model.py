@@ -74,7 +74,7 @@ def reference_layer(model, weights, step, cos, sin):
     def norm(name, y):
         return model.norm(y, *(procedural.widen(weights[f"{name}.{part}"], step.dtype) for part in names.norm_parts))
 
-    attn_in = norm("input_layernorm", x)
+    attn_in = norm(names.norms[0], x)
     q, k, v, qkv = model.heads_of([linear(name, attn_in) for name in names.qkv_parts])
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     context = np.empty_like(q)
@@ -95,23 +95,20 @@ def reference_layer(model, weights, step, cos, sin):
 
     dense = linear(names.dense, context.reshape(tokens, -1))
     residual = x + dense
-    mlp_in = norm("post_attention_layernorm", x if model.use_parallel_residual else residual)
+    mlp_in = norm(names.norms[1], x if model.use_parallel_residual else residual)
     products = [linear(name, mlp_in) for name in names.mlp_parts]
     act = model.activate(*products)
     down = linear(names.down, act)
     return {
-        "input_layernorm": attn_in,
-        names.qkv: qkv,
-        f"{names.attention}.rotary_emb.q": q,
-        f"{names.attention}.rotary_emb.k": k,
-        f"{names.attention}.rotary_emb.v": v,
-        f"{names.attention}.kv_append.k_cache": appended(k),
-        f"{names.attention}.kv_append.v_cache": appended(v),
-        f"{names.attention}.context": context,
-        f"{names.attention}.residual": residual,
-        "post_attention_layernorm": mlp_in,
-        "mlp.act": act,
-        "output": residual + down,
+        names.tap("input_layernorm"): attn_in,
+        names.tap("query_key_value"): qkv,
+        **{f"{names.tap('rotary_emb')}.{name}": made for name, made in (("q", q), ("k", k), ("v", v))},
+        **{f"{names.tap('kv_append')}.{name}_cache": appended(made) for name, made in (("k", k), ("v", v))},
+        names.tap("context"): context,
+        names.tap("dense"): residual,
+        names.tap("post_attention_layernorm"): mlp_in,
+        names.tap("dense_h_to_4h"): act,
+        names.tap("dense_4h_to_h"): residual + down,
         f"hf.{names.dense}": dense,
         **{f"hf.{name}": product for name, product in zip(names.mlp_parts, products)},
         f"hf.{names.down}": down,

@@ -24,7 +24,7 @@ require_numpy(NAME)
 import numpy as np
 
 import gptq
-from families import LLAMA, NEOX
+from families import NAMES
 from golden_file import current_umask, write_json
 from hf_model import PACKAGES, Checkpoint, one_layer, to_numpy, to_torch, versions
 from model_config import layer_shapes
@@ -259,7 +259,7 @@ def parse_arguments(argv):
     if args.tokens and args.rtn:
         raise Refusal("--tokens excludes --rtn, which has no calibration run")
     args.modules = tuple(args.modules.split(",")) if args.modules else ()
-    known = (*NEOX.linears, *LLAMA.linears)
+    known = [module for names in NAMES.values() for module in names.linears]
     for module in args.modules:
         if module not in known:
             raise Refusal(f"--modules must be among {', '.join(known)}, got {module!r}")

@@ -27,10 +27,9 @@ require_numpy(NAME)
 import numpy as np
 
 
-import llama
 from golden_file import current_umask, new_directory, write_json
 from hf_model import class_of, default_dtype, device_name, torch_device, transformers_config, versions
-from neox import Model
+from model_config import Model
 from tokenize_text import encode, load_tokenizer, read_ids, write_ids
 
 EXAMPLES = """
@@ -56,7 +55,7 @@ EVALUATIONS = 20  # losses that are noted on the way
 class Size:
     """A model and how it is trained."""
 
-    model: Model | llama.Model
+    model: Model
     source_bytes: int  # read at most
     held_out_tokens: int
     batch: int  # sequences of a step, of max_position_embeddings tokens each
@@ -71,8 +70,8 @@ def neox_shape(hidden, layers, intermediate, vocab, positions):
 
 def llama_shape(hidden, layers, intermediate, vocab, positions):
     """All query heads share one kv head."""
-    sizes = (hidden, layers, hidden // 64, 1, 64, intermediate, vocab, positions)
-    return llama.Model("llama", *sizes, tie_word_embeddings=True)
+    sizes = (hidden, layers, hidden // 64, intermediate, vocab, positions)
+    return Model(*sizes, model_type="llama", num_key_value_heads=1, head_dim=64, tie_word_embeddings=True)
 
 
 SIZES = {

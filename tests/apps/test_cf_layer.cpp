@@ -663,6 +663,19 @@ TEST_CASE("a full disk is one line and exit code 2") {
   CHECK(r.err == "cf-layer: standard output: cannot be written\n");
 }
 
+TEST_CASE("cf-layer --plan: each node's kernel on a GPU that need not be there, and why others are not used") {
+  const std::string layer = "--preset pythia-2.8b --layer 3 --kv-len 64,2048 --plan";
+  const std::string h200 = cf_layer_ok(layer).out;
+  CHECK(h200.starts_with("pythia-2.8b, layer 3, batch 1, q_len 1, kv_len 64 on h200\n"));
+  CHECK(h200.find("attention.query_key_value: ln_qkv_dense, ") != std::string::npos);
+  CHECK(h200.find("    not ln_qkv_packed: takes packed GPTQ weights, got another weight\n") != std::string::npos);
+  CHECK(h200.find("kv_len 2048 on h200\n") != std::string::npos);
+  const std::string packed = cf_layer_ok(layer + " --quant gptq --gpu rtx5090").out;
+  CHECK(packed.find("kv_len 64 on rtx5090\n") != std::string::npos);
+  CHECK(packed.find("mlp.dense_4h_to_h: linear_sum, ") != std::string::npos);
+  check_refusal("--preset pythia-14m --layer 0 --kv-len 8 --gpu h100", "--gpu: expected with --plan");
+}
+
 TEST_CASE("help and version are no errors") {
   const ProgramRun help = cf_layer_ok("--help"), version = cf_layer_ok("--version");
   for (const char* option :

@@ -310,6 +310,9 @@ TEST_CASE("cf-model info says what a model is and takes", "[cf_model]") {
   for (const char* part : {"neox-d80", "0.660 M", "2 of 80, 20 turned by RoPE", "float16", "2.6 kB a token"})
     CHECK(r.out.find(part) != std::string::npos);
   CHECK(cf_model_ok("info --preset pythia-2.8b").out.find("2775.209 M") != std::string::npos);
+  const std::string plan = cf_model_ok("info --preset pythia-2.8b --plan --gpu h100").out;
+  CHECK(plan.starts_with("pythia-2.8b, one token, a cache of 2048 entries, layer 0 of 32 on h100\n"));
+  CHECK(plan.find("\nembed_out: gemv, 258 MB; late\n") != std::string::npos);
   CHECK(cf_model_ok("info --preset pythia-2.8b --quant gptq").out.find("GPTQ of 4 bits, group 128") !=
         std::string::npos);
 }

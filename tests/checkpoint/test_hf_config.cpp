@@ -1,7 +1,10 @@
 #include <cmath>
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <vector>
 
+#include "golden/checkpoint/families_json.hpp"
 #include "golden/checkpoint/hf_config.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
@@ -458,6 +461,13 @@ TEST_CASE("config: what is no config") {
     CHECK(refusal_fault(s, Code::invalid_file, {kPath}) == "");
     for (std::string_view part : bad.parts) CHECK(refusal_fault(s, Code::invalid_file, {part}) == "");
   }
+}
+
+TEST_CASE("config: the families' JSON for Python is what core/families says") {
+  std::ifstream file(CF_DATA_DIR "/../python/cf_ops/_families.json", std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  const bool is_current = text == families_json();  // else: cmake --build --preset dev --target families_json
+  CHECK(is_current);
 }
 
 TEST_CASE("config: from a file") {

@@ -107,7 +107,7 @@ TEST_CASE("Presets beside Pythia's have the published numbers of parameters", "[
   const std::pair<const char*, std::int64_t> published[] = {
       {"llama-2-7b", 6738415616},   {"llama-3.2-1b", 1235814400},     {"llama-3.2-3b", 3212749824},
       {"llama-3.1-8b", 8030261248}, {"llama-2.8b-shape", 2779548160}, {"qwen2.5-7b", 7615616512}};
-  REQUIRE(presets().size() == pythia_presets().size() + std::size(published));
+  REQUIRE(presets().size() == pythia_presets().size() + std::size(published) + 1);  // and GPT-NeoX-20B
   for (const auto& [name, parameters] : published) {
     CAPTURE(name);
     const auto m = find_preset(name);
@@ -122,6 +122,18 @@ TEST_CASE("Presets beside Pythia's have the published numbers of parameters", "[
     CHECK(s.traits.qkv_bias == (m->model_type == ModelType::qwen2));
     CHECK_FALSE(s.traits.dense_bias);
   }
+}
+
+TEST_CASE("GPT-NeoX-20B's heads of 96 rotate a quarter", "[config]") {
+  const auto m = find_preset("gpt-neox-20b");
+  REQUIRE(m);
+  CHECK(m->num_parameters() == 20554567680);
+  CHECK(m->validate());
+  CHECK(check_model(m->spec()));
+  CHECK(m->head_dim() == 96);
+  CHECK(m->rotary_dim == 24);
+  CHECK(m->hidden_act == Activation::gelu_tanh);
+  CHECK(m->spec().traits.residual == Residual::parallel);
 }
 
 TEST_CASE("A tied LM head is counted once", "[config]") {

@@ -1,4 +1,5 @@
 // The families' own data: that it is whole, and that a model's tensors follow from it.
+#include <algorithm>
 #include <set>
 #include <string>
 #include <vector>
@@ -104,6 +105,63 @@ TEST_CASE("Norms of heads and learned positions have weights, and no others have
   CHECK(all.size() == plain.size() + 2 * 2 + 1);
   CHECK(all[1] == ".weight (16, 24)");
   CHECK(std::count(all.begin(), all.end(), "model.layers.1..weight (8)") == 2);
+}
+
+TEST_CASE("A family's fields have a name each, and those that are read say a key each", "[families]") {
+  for (const FamilySpec* family : kFamilies) {
+    CAPTURE(std::string(family->model_type));
+    std::set<std::string_view> names;
+    std::set<ConfigKey> keys;
+    for (const ConfigField& field : family->fields) {
+      CAPTURE(std::string(field.name));
+      CHECK(names.insert(field.name).second);
+      if (!is_read(field.use) || field.key == ConfigKey::none) continue;
+      CHECK(keys.insert(field.key).second);
+      CHECK(family->field(field.key) == &field);
+    }
+    for (ConfigKey key : {ConfigKey::hidden_size, ConfigKey::num_hidden_layers, ConfigKey::num_attention_heads,
+                          ConfigKey::vocab_size, ConfigKey::hidden_act, ConfigKey::max_position_embeddings})
+      CHECK(keys.contains(key));
+    CHECK(keys.contains(ConfigKey::rope_theta) == (family->positions == Positions::rope));
+    CHECK(keys.contains(ConfigKey::rotary_fraction) == (family->positions == Positions::rope));
+    CHECK(std::ranges::count(family->activations, family->otherwise<std::string_view>(ConfigKey::hidden_act),
+                             &ActivationName::name) == 1);
+  }
+}
+
+TEST_CASE("What a family has no field for is refused by name", "[families]") {
+  const auto refused = [](const char* preset, auto change, std::string_view what) {
+    ModelConfig m = *find_preset(preset);
+    change(m);
+    return test::refusal_fault(m.validate(), Code::invalid_argument, {what});
+  };
+  using M = ModelConfig;
+  const char *neox = "pythia-70m", *llama = "llama-3.2-1b", *qwen2 = "qwen2.5-7b";
+  CHECK(refused(
+            neox, [](M& m) { m.num_key_value_heads = 4; }, "has no num_key_value_heads of its own, got 4") == "");
+  CHECK(refused(
+            neox, [](M& m) { m.attention_head_dim = 96; }, "gpt_neox has no head_dim of its own, got 96") == "");
+  CHECK(refused(
+            neox, [](M& m) { m.rope_scaling.factor = 2; }, "gpt_neox has no scaling of RoPE, got one") == "");
+  CHECK(refused(
+            neox, [](M& m) { m.hidden_act = Activation::swiglu; }, "with hidden_act silu is not built") == "");
+  CHECK(refused(
+            neox, [](M& m) { m.mlp_bias = false; }, "expected mlp_bias true in gpt_neox, got false") == "");
+  CHECK(refused(
+            neox, [](M& m) { m.sliding_window = 9; }, "gpt_neox has no sliding_window, got 9") == "");
+  CHECK(refused(
+            llama, [](M& m) { m.num_key_value_heads = 0; }, "num_key_value_heads must be 1 to") == "");
+  CHECK(refused(
+            llama, [](M& m) { m.hidden_act = Activation::gelu_erf; }, "hidden_act gelu is not built") == "");
+  CHECK(refused(
+            llama, [](M& m) { m.use_parallel_residual = true; },
+            "expected use_parallel_residual false in llama, got true") == "");
+  CHECK(refused(
+            llama, [](M& m) { m.rotary_dim = 32; }, "rotary_dim must be head_dim 64 in llama, got 32") == "");
+  CHECK(refused(
+            qwen2, [](M& m) { m.attention_bias = false; }, "expected attention_bias true in qwen2, got false") == "");
+  CHECK(refused(
+            qwen2, [](M& m) { m.mlp_bias = true; }, "expected mlp_bias false in qwen2, got true") == "");
 }
 
 TEST_CASE("A rotary_dim is asked for with RoPE, and refused without", "[families]") {

@@ -4,7 +4,7 @@
 #include "core/model/config.hpp"
 #include "core/model/layer.hpp"
 #include "core/model/passes.hpp"
-#include "cuda/graph/dataflow.hpp"
+#include "cuda/step/dataflow.hpp"
 #include "cuda/port/row_ops.hpp"
 #include "tests/support/catch.hpp"
 

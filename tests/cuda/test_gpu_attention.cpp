@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "cuda/graph/capture.hpp"
+#include "cuda/step/graph.hpp"
 #include "tests/cuda/device_check.hpp"
 #include "tests/support/grouped.hpp"
 

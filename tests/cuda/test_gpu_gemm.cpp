@@ -7,7 +7,7 @@
 #include <set>
 
 #include "cpu_ref/dequantise.hpp"
-#include "cuda/graph/capture.hpp"
+#include "cuda/step/graph.hpp"
 #include "cuda/ops/linear/cublaslt/cublaslt.hpp"
 #include "cuda/ops/linear/cublaslt/library.hpp"
 #include "cuda/ops/linear/cublaslt/plan.hpp"

@@ -3,7 +3,7 @@
 
 #include "core/compare.hpp"
 #include "cpu_ref/cpu_ref.hpp"
-#include "cuda/graph/capture.hpp"
+#include "cuda/step/graph.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "tests/cuda/device_tensors.hpp"
 #include "tests/support/toy_family.hpp"

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/model/config.hpp"
-#include "cuda/model/fastest_impl.hpp"
+#include "cuda/step/fastest_impl.hpp"
 #include "cuda/persistent/arguments.hpp"
 #include "cuda/persistent/plan.hpp"
 #include "cuda/persistent/variants.hpp"

@@ -174,6 +174,8 @@ TEST_CASE("a step on a GPU reads each weight once for all slots, or once for all
       for (const DType dtype : {DType::f16, DType::bf16, DType::f32})
         for (const WeightFormat format : {WeightFormat{}, WeightFormat{.bits = 4, .group_size = 128}}) {
           if (dtype == DType::f32 && format.bits) continue;  // the kernels take GPTQ weights with 16 bits alone
+          if (m.intermediate_size > 20480 && format.bits)
+            continue;  // more columns than the kernels of GPTQ weights take
           // An RTX 5090's blocks have no shared memory for 16 tokens beside a quantised weight's tiles, nor have an
           // H200's beside those of so many rows.
           const bool is_short = arch.compute_capability == 120 || m.spec().mlp_rows() > 32768;

@@ -26,12 +26,11 @@ import dump_hf
 import golden_file
 import gptq
 import model_config
-import neox
 import numpy_model
 import procedural
 from console import Refusal
 from families import join, join_shapes, split
-from neox import Model
+from model_config import Model
 from numpy_model import Step
 
 HAS_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers", "safetensors"))
@@ -195,6 +194,7 @@ class Config(unittest.TestCase):
         published = {
             "pythia-14m": 14067712,
             "pythia-12b": 11846072320,
+            "gpt-neox-20b": 20554567680,
             "llama-2-7b": 6738415616,
             "llama-3.2-1b": 1235814400,
             "llama-3.2-3b": 3212749824,
@@ -690,15 +690,15 @@ class Layer(unittest.TestCase):
             (taps, procedural.widen(step.hidden, "float16")),
             (sequential, taps["attention.residual"]),
         ):
-            expected = neox.layernorm(source, gamma, beta, MODEL.layer_norm_eps)
+            expected = model_config.layernorm(source, gamma, beta, MODEL.layer_norm_eps)
             self.assertTrue(np.array_equal(form["post_attention_layernorm"], expected))
         self.assertFalse(np.array_equal(sequential["output"], taps["output"]))
 
     def test_gelus(self):
         x = np.linspace(-6, 6, 1001)
-        self.assertEqual(float(neox.gelu_erf(np.array([0.0]))[0]), 0)
-        self.assertAlmostEqual(float(neox.gelu_erf(np.array([1.0]))[0]), 0.8413447460685429, delta=1e-15)
-        difference = np.abs(neox.gelu_erf(x) - neox.gelu_tanh(x)).max()
+        self.assertEqual(float(model_config.gelu_erf(np.array([0.0]))[0]), 0)
+        self.assertAlmostEqual(float(model_config.gelu_erf(np.array([1.0]))[0]), 0.8413447460685429, delta=1e-15)
+        difference = np.abs(model_config.gelu_erf(x) - model_config.gelu_tanh(x)).max()
         self.assertTrue(4e-4 < difference < 5e-4, difference)
 
     def test_taps_that_differ_are_refused(self):

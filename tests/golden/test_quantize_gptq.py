@@ -20,7 +20,7 @@ import numpy as np
 import golden_file
 import gptq
 import quantize_gptq
-from neox import Model
+from model_config import Model
 from quantize_gptq import Recipe, quantise
 
 HAS_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers", "safetensors"))

@@ -39,7 +39,7 @@ class Parts(unittest.TestCase):
             self.assertEqual(parameters, expected)
             self.assertEqual(size.held_out_tokens, 65536)
         of_neox, of_llama = (train_small.SIZES[family]["small"].model for family in ("gpt_neox", "llama"))
-        self.assertEqual((of_neox.rotary_pct, of_neox.hidden_act, of_neox.use_parallel_residual), (0.25, "gelu", True))
+        self.assertEqual((of_neox.rotary_fraction, of_neox.hidden_act, of_neox.use_parallel_residual), (0.25, "gelu", True))
         self.assertEqual((of_llama.num_attention_heads, of_llama.kv_heads, of_llama.rotary_dim), (3, 1, 64))
 
     def test_sources_are_sorted_and_bounded(self):

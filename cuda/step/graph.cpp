@@ -1,4 +1,4 @@
-#include "cuda/graph/capture.hpp"
+#include "cuda/step/graph.hpp"
 
 namespace cf::cuda {
 namespace {

@@ -1,4 +1,4 @@
-#include "cuda/model/fastest_impl.hpp"
+#include "cuda/step/fastest_impl.hpp"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "cuda/graph/dataflow.hpp"
+#include "cuda/step/dataflow.hpp"
 
 namespace cf::cuda {
 

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/graph/dataflow.hpp"
+#include "cuda/step/dataflow.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/runtime/check.hpp"
 #include "cuda/runtime/stream.hpp"
