@@ -1,6 +1,6 @@
 #pragma once
-// What a family of models is, as constexpr data. Each family has a file, which a line of families.def and one of all.hpp
-// enrol. Readers, writers, walks and the Python tools ask this data and no family's name.
+// What a family of models is, as constexpr data. Each family has a file, which a line of families.def and one of
+// all.hpp enrol. Readers, writers, walks and the Python tools ask this data and no family's name.
 #include <array>
 #include <cstddef>
 #include <cstdint>

@@ -1,8 +1,8 @@
 #pragma once
 #include "core/families/llama.hpp"
 
-/// Qwen2 and Qwen2.5 (arXiv:2407.10671): Llama's layer, with biases of q, k and v. Source: transformers' Qwen2Config and
-/// Qwen2Model.
+/// Qwen2 and Qwen2.5 (arXiv:2407.10671): Llama's layer, with biases of q, k and v. Source: transformers' Qwen2Config
+/// and Qwen2Model.
 namespace cf::families::qwen2 {
 
 using enum ConfigKey;

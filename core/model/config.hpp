@@ -18,10 +18,10 @@ std::string_view to_string(ModelType);
 /// The type of that name, or none.
 std::optional<ModelType> model_type_from_string(std::string_view name);
 
-/// What a config.json says of the network's shape and arithmetic (the families' configs in transformers). Ops, walks and
-/// backends take spec() instead.
+/// What a config.json says of the network's shape and arithmetic (the families' configs in transformers). Ops, walks
+/// and backends take spec() instead.
 struct ModelConfig {
-  ModelType model_type = ModelType::gpt_neox;
+  ModelType model_type{};  // the first family where none is said
   std::string name;
   std::int64_t hidden_size = 0;
   std::int64_t num_hidden_layers = 0;
@@ -59,10 +59,10 @@ struct ModelConfig {
   /// Parameters of one layer.
   std::int64_t layer_parameters() const;
 
-  /// Refuses a shape that no layer of the family has: sizes below 1, heads that do not divide hidden_size where head_dim
-  /// is not given, what ModelSpec::validate() refuses, and what the family's fields (FamilySpec) do not say: key and
-  /// value heads, a head_dim, a window, a share of the head in RoPE or a scaling of it where no field is read, another
-  /// value than a fixed one, an activation that the family has not.
+  /// Refuses a shape that no layer of the family has: sizes below 1, heads that do not divide hidden_size where
+  /// head_dim is not given, what ModelSpec::validate() refuses, and what the family's data (FamilySpec) lacks: key and
+  /// value heads, a head_dim, a window or a share of the head in RoPE that no field says, a scaling of RoPE, another
+  /// value than the family's own, an activation.
   Status validate() const;
 };
 

@@ -1,5 +1,6 @@
 #pragma once
 // Examples of every op's arguments, for tests and benchmarks. Contracts know neither models nor workloads.
+#include <algorithm>
 #include <type_traits>
 #include <utility>
 
@@ -19,7 +20,8 @@ using Model = const ModelSpec&;
 using Load = const Workload&;
 
 inline Example<Embedding> make(For<Embedding>, Model m, Load w) {
-  return {{w.tokens(), m.shape.vocab_size, m.shape.hidden_size}, {}};
+  const bool learned = m.traits.positions == Positions::learned;
+  return {{w.tokens(), m.shape.vocab_size, m.shape.hidden_size, learned ? m.shape.max_positions : 0}, {}};
 }
 template <class Norm>
 requires std::is_base_of_v<NormContract<Norm>, Norm> Example<Norm> make(For<Norm>, Model m, Load w) {
@@ -41,9 +43,12 @@ inline Example<RmsLinear> make(For<RmsLinear>, Model m, Load w) {
   return {{w.tokens(), m.shape.hidden_size, m.shape.intermediate_size, rows_of_output(epilogue)},
           {.epilogue = epilogue, .eps = m.traits.layer_norm_eps}};
 }
+/// The rotary_dim of ops that are never without RoPE.
+constexpr std::int64_t turned(const ModelShape& s) { return std::max<std::int64_t>(2, s.rotary_dim); }
+
 inline Example<RmsQkv> make(For<RmsQkv>, Model m, Load w) {
   const ModelShape& s = m.shape;
-  return {{w.batch, w.q_len, s.hidden_size, s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim, w.cache_capacity(),
+  return {{w.batch, w.q_len, s.hidden_size, s.num_heads, s.num_kv_heads, s.head_dim, turned(s), w.cache_capacity(),
            w.cache_capacity()},
           {.eps = m.traits.layer_norm_eps}};
 }
@@ -51,6 +56,11 @@ inline Example<Rope> make(For<Rope>, Model m, Load w) {
   const ModelShape& s = m.shape;
   return {{w.tokens(), s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim, w.cache_capacity(), s.qkv_layout},
           {.layout = s.qkv_layout}};
+}
+inline Example<QkNorm> make(For<QkNorm>, Model m, Load w) {
+  const ModelShape& s = m.shape;
+  return {{w.tokens(), s.num_heads, s.num_kv_heads, s.head_dim, s.qkv_layout},
+          {.layout = s.qkv_layout, .kv_heads = s.num_kv_heads, .eps = m.traits.layer_norm_eps}};
 }
 inline Example<KvAppend> make(For<KvAppend>, Model m, Load w) {
   return {{w.batch, w.q_len, m.shape.num_kv_heads, m.shape.head_dim, w.cache_capacity()}, {}};
@@ -62,7 +72,7 @@ inline Example<RopeAppend> make(For<RopeAppend>, Model m, Load w) {
           {.layout = s.qkv_layout}};
 }
 inline Example<LnQkv> make(For<LnQkv>, Model m, Load w) {
-  return {{w.batch, w.q_len, m.shape.hidden_size, m.shape.num_heads, m.shape.head_dim, m.shape.rotary_dim,
+  return {{w.batch, w.q_len, m.shape.hidden_size, m.shape.num_heads, m.shape.head_dim, turned(m.shape),
            w.cache_capacity(), w.cache_capacity()},
           {.eps = m.traits.layer_norm_eps}};
 }

@@ -11,6 +11,7 @@
 #include "core/ops/linear_sum.hpp"
 #include "core/ops/ln_qkv.hpp"
 #include "core/ops/ln_qkv_heads.hpp"
+#include "core/ops/qk_norm.hpp"
 #include "core/ops/residual_layernorm.hpp"
 #include "core/ops/rms_linear.hpp"
 #include "core/ops/rms_qkv.hpp"

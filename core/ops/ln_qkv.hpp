@@ -64,6 +64,7 @@ struct LnQkv {
     CF_TRY(Linear::check_linear(name, d.out(), d.hidden, a.linear));
     CF_TRY(check_tensors<LnQkv>(a));
     if (!(a.eps > 0)) return bad_argument(name, "eps must be positive, got " + std::to_string(a.eps));
+    if (d.rotary_dim == 0) return bad_argument(name, "'cos' is null, expected RoPE's table");
     CF_TRY(Rope::check_rotary_dim(name, d.head_dim, d.rotary_dim));
     return KvAppend::check_rows(name, d, a.runs);
   }

@@ -36,6 +36,7 @@ struct QkvHeads {
 /// and k by the angles of the token's position (half rotation):
 ///   y[i]     = x[i] cos[p,i]     - x[i + R] sin[p,i]
 ///   y[i + R] = x[i + R] cos[p,i] + x[i] sin[p,i]         for i < R, p = positions[t];  y[j] = x[j] for j >= 2R.
+/// Without a table, rotary_dim is 0 and nothing turns: the op parts the product into q, k and v.
 /// The table is an argument: Hugging Face computes it in float32 whatever the model's dtype, and so does rope_table().
 /// Source: Su et al. 2021 (arXiv:2104.09864); transformers' apply_rotary_pos_emb for GPT-NeoX and Llama.
 /// Refuses rotary_dim > head_dim, heads that QkvHeads refuses, and positions outside the table where the host can read
@@ -90,8 +91,10 @@ struct Rope {
   }
   static Budget budget(const Dims&, Precision p, Condition c = {}) { return reduction_budget(2, p, c); }
 
+  /// Lists the table where there is one.
   template <class A, class F>
   static void table_tensors(std::int64_t rows, std::int64_t rotary_dim, A& a, F&& f) {
+    if (rotary_dim == 0 && !a.cos && !a.sin) return;
     f(TensorSpec{Role::cosine, "cos"}, a.cos, extents(rows, rotary_dim / 2));
     f(TensorSpec{Role::sine, "sin"}, a.sin, extents(rows, rotary_dim / 2));
   }

@@ -12,7 +12,7 @@ Status check_sites(const ops::DecodeLayer::Args& a) {
   CF_TRY(for_each_site(a.model, a.weights, a.t,
                        []<class Args>(const Site&, const Args& args) { return Args::Op::check(args); }));
   const auto d = ops::DecodeLayer::dims(a);
-  CF_TRY(check_index(name, "positions", a.t.positions, 0, d.step.table_rows - 1));
+  if (a.model.shape.rotary_dim > 0) CF_TRY(check_index(name, "positions", a.t.positions, 0, d.step.table_rows - 1));
   CF_TRY(check_lengths(name, a.t.kv_len, a.t.runs, d.step, d.max_kv_len));
   Status status;
   for_each_linear(a.model, a.weights, [&](const Site& site, const LinearParams& l, const LinearSize&) {

@@ -6,14 +6,14 @@ namespace cf::cpu_ref {
 Status run(const ops::Rope::Args& a) {
   CF_TRY(ops::Rope::check(a));
   const auto d = ops::Rope::dims(a);
-  CF_TRY(check_index(ops::Rope::name, "positions", a.positions, 0, d.table_rows - 1));
+  if (d.rotary_dim > 0) CF_TRY(check_index(ops::Rope::name, "positions", a.positions, 0, d.table_rows - 1));
   const std::int64_t half = d.rotary_dim / 2;
   return with_real(ops::Rope::name, a.qkv.dtype, [&](auto zero) -> Status {
     using Real = decltype(zero);
     const Real* qkv = a.qkv.as<const Real>().data;
     for (std::int64_t t = 0; t < d.tokens; ++t) {
-      const float* cos = a.cos.data + a.positions.data[t] * half;
-      const float* sin = a.sin.data + a.positions.data[t] * half;
+      const std::int64_t row = half > 0 ? a.positions.data[t] * half : 0;
+      const float *cos = a.cos.data + row, *sin = a.sin.data + row;
       const auto turn = [&](const Real* x, Real* y) {
         for (std::int64_t i = 0; i < half; ++i) {
           y[i] = x[i] * Real(cos[i]) - x[i + half] * Real(sin[i]);

@@ -10,15 +10,15 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/step/graph.hpp"
-#include "cuda/step/capture.hpp"
-#include "cuda/step/lower.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/persistent/persistent_kernel.hpp"
 #include "cuda/runtime/check.hpp"
 #include "cuda/runtime/launch_list.hpp"
 #include "cuda/runtime/stream.hpp"
+#include "cuda/step/capture.hpp"
+#include "cuda/step/graph.hpp"
+#include "cuda/step/lower.hpp"
 
 namespace cf::cuda {
 namespace {

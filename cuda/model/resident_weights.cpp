@@ -6,9 +6,9 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/step/choose.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/runtime/check.hpp"
+#include "cuda/step/choose.hpp"
 
 namespace cf::cuda {
 namespace {

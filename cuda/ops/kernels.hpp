@@ -7,5 +7,6 @@
 #include "cuda/ops/linear/packed/sum.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
+#include "cuda/ops/norm/qk_norm.hpp"
 #include "cuda/ops/rms_linear/rms_linear.hpp"
 #include "cuda/ops/rope/rope.hpp"

@@ -5,8 +5,8 @@
 
 #include "core/cache_view.hpp"
 #include "core/resources.hpp"
-#include "cuda/step/fastest_impl.hpp"
 #include "cuda/serve/model_state.hpp"
+#include "cuda/step/fastest_impl.hpp"
 
 namespace cf::cuda {
 namespace {

@@ -1,8 +1,8 @@
 #pragma once
 // A step's plan as launches: on a stream, or in a graph. Private to cuda.
 #include "core/model/layer.hpp"
-#include "cuda/step/graph.hpp"
 #include "cuda/step/choose.hpp"
+#include "cuda/step/graph.hpp"
 
 namespace cf::cuda {
 

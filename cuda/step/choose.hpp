@@ -35,7 +35,8 @@ bool takes(const Target& target, Node& node);
 /// Nodes outside the layers stay as they are.
 Program fuse(const Target& target, Program program);
 
-/// Checks every call by its contract and chooses its kernel, but for nodes that keep a choice. The modes are those of launches one after the other.
+/// Checks every call by its contract and chooses its kernel, but for nodes that keep a choice. The modes are those of
+/// launches one after the other.
 Result<StepPlan> choose(const Target& target, Program program);
 
 /// Sets the modes of a graph, in which a node waits for those alone whose data it needs: in a layer by the plans of its

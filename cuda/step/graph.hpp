@@ -5,10 +5,10 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/step/dataflow.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/runtime/check.hpp"
 #include "cuda/runtime/stream.hpp"
+#include "cuda/step/dataflow.hpp"
 
 namespace cf::cuda {
 

@@ -35,7 +35,7 @@ struct CheckpointStorage {
 };
 
 /// One layer's weights: views into the checkpoint's mapped files, and of Linears that the checkpoint stores in several
-/// modules a copy that joins them. They are valid as long as a copy of this struct lives.
+/// modules or transposed a copy as the walk has them. They are valid as long as a copy of this struct lives.
 struct CheckpointLayer {
   std::int64_t index = 0;
   LayerWeights weights;
@@ -52,13 +52,13 @@ struct CheckpointModel {
   std::vector<std::string> notes;
 };
 
-/// A Hugging Face checkpoint directory of GPT-NeoX, Llama, Mistral or Qwen2: config.json beside model.safetensors, or
+/// A Hugging Face checkpoint directory of a family of core/families: config.json beside model.safetensors, or
 /// beside model.safetensors.index.json and its shards. open() reads the config and the index only. layer() maps the
 /// shards that hold its tensors and reads their headers, but no dense weight that it need not join. A shard is mapped
 /// once, whatever is asked of it.
 /// layer() and model() may be called from several threads.
-/// Tensors may lack the prefix of the base model ("layers.0..."), as its save_pretrained() writes them, and GPT-NeoX's
-/// head may be called lm_head.
+/// Tensors may lack the prefix of the base model ("layers.0..."), as its save_pretrained() writes them, and a head may
+/// have the family's other name.
 /// A GPTQ checkpoint, as AutoGPTQ and GPTQModel write it, has quantize_config.json, quant_config.json, or
 /// quantization_config in config.json. The first of these counts; a note says where a later one differs. Its files may
 /// have the name that model_file_base_name gives.
@@ -74,8 +74,8 @@ class Checkpoint {
   /// The same from a config.json's text, a quantize_config.json's text or none, and tensors that lie in memory, which
   /// `owner` keeps. Their dtypes are spelled as in safetensors files. Messages name `source`. Without the second text,
   /// quantization_config in the first counts. A tensor of a Linear that files store in several modules may be whole,
-  /// with the Linear's name (core/model/names.hpp) and its rows in the order of stored_parts(): it is read where it
-  /// lies. Refuses what parse_hf_config and parse_gptq_config refuse.
+  /// with the Linear's name (FamilySpec::names), (out, in), and its rows in the order of stored_parts(): it is read
+  /// where it lies. So is one that files store transposed. Refuses what parse_hf_config and parse_gptq_config refuse.
   static Result<Checkpoint> from_memory(std::string_view config, std::optional<std::string_view> gptq,
                                         std::vector<TensorEntry> tensors, std::shared_ptr<const void> owner,
                                         const std::string& source);

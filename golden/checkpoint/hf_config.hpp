@@ -9,16 +9,12 @@
 
 namespace cf::checkpoint {
 
-/// Reads a config.json's text of model_type gpt_neox, llama, mistral or qwen2, of transformers 4.x (rotary_pct,
-/// rotary_emb_base, rope_scaling, torch_dtype) or 5.x (rope_parameters, dtype). An absent field has transformers'
-/// default of the type's config. Required are model_type and the sizes: hidden_size, num_hidden_layers,
-/// num_attention_heads, intermediate_size, vocab_size. GPT-NeoX's rotary_dim = floor(head_dim * rotary_pct).
-/// The table kFields of the source says which fields are read, ignored with a note, and refused.
+/// Reads a config.json's text of a family of core/families, of transformers 4.x (rotary_pct, rotary_emb_base,
+/// rope_scaling, torch_dtype) or 5.x (rope_parameters, dtype). FamilySpec::fields says which fields are required, read
+/// with a default, ignored with a note, and refused. rotary_dim = floor(head_dim * the share of a head in RoPE).
 /// Refuses, naming `source` and the field: text that is empty or not a JSON object; another model_type; a rope_type
-/// other than "default" and, beside GPT-NeoX, "llama3"; a hidden_act that Activation lacks; a field of the wrong type;
-/// two names of one field that disagree; a head_dim of GPT-NeoX's that is not hidden_size / num_attention_heads; what
-/// ModelConfig::validate refuses. Beside GPT-NeoX also experts, norms of queries and keys, attention sinks, and RoPE
-/// over a part of the head.
+/// that the family lacks; a hidden_act that it lacks; a field of the wrong type; two names of one field that disagree;
+/// another value of a field that the family asserts; what ModelConfig::validate refuses.
 Result<ModelConfig> parse_hf_config(std::string_view text, const std::string& source);
 
 /// A config and what else its text says.

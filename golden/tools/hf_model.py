@@ -13,7 +13,7 @@ import numpy as np
 import gptq
 import procedural
 from console import Refusal, read_json_file
-from families import join
+from families import FAMILIES, join
 from model_config import layer_shapes, model_shapes, parse_config
 from numpy_model import Step
 
@@ -136,8 +136,8 @@ def to_numpy(tensor):
     return tensor.numpy()
 
 
-def modeling(model_type="gpt_neox"):
-    """transformers' module for a type of models."""
+def modeling(model_type=next(iter(FAMILIES))):
+    """transformers' module for a type of models, the first family's where none is named."""
     return importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
 
 
@@ -152,7 +152,8 @@ def class_of(model, kind):
 def attention_implementations():
     """Those of eager and sdpa that this version of transformers has. The last one computes float64
     in double throughout: sdpa where there is one, because eager then computes its softmax in float32."""
-    return ["eager", "sdpa"] if getattr(modeling().GPTNeoXPreTrainedModel, "_supports_sdpa", False) else ["eager"]
+    name = next(iter(FAMILIES.values()))["class_name"].replace("ForCausalLM", "PreTrainedModel")
+    return ["eager", "sdpa"] if getattr(getattr(modeling(), name), "_supports_sdpa", False) else ["eager"]
 
 
 @contextlib.contextmanager

@@ -5,11 +5,16 @@ A stored array is numpy float16 or float32, or uint16 with the bits of bfloat16,
 
 import numpy as np
 
+from families import NAMES
+
 STEP = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
 CHUNK = 1 << 21  # elements at a time, so that temporary arrays take less than 100 MB
 
 DTYPES = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
+
+# What names begin with outside the head.
+BASES = {f"{names.base}." for names in NAMES.values()}
 
 KINDS = {
     "weight": lambda n: n * 2.0**-14,
@@ -122,7 +127,8 @@ def weight_shapes(hidden_size, intermediate_size, attention_bias=True):
 def weight(dtype, shape, seed, name, bits=0, group_size=-1):
     """The procedural weight that is called `name` in checkpoints. A part of a GPTQ weight has codes of `bits` bits; a
     group_size of -1 is one group of all inputs."""
-    name = name.removeprefix("gpt_neox.").removeprefix("model.")
+    for base in BASES:
+        name = name.removeprefix(base)
     part = name.rpartition(".")[2]
     if part == "scales":
         return values("float16", shape, f"scale_{bits}", seed, name)

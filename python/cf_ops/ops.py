@@ -54,6 +54,7 @@ __all__ = [
     "linear",
     "ln_qkv",
     "ln_qkv_heads",
+    "qk_norm",
     "residual_layernorm",
     "rmsnorm",
     "rope",
@@ -477,13 +478,14 @@ def rope_table(rows: int, rotary_dim: int, theta: float = 10000.0) -> tuple[NDAr
     return cos, sin
 
 
-_EMBEDDING = _known_calls("embedding", "ids table")
+_EMBEDDING = _known_calls("embedding", "ids table position_table positions")
 _LAYERNORM = _known_calls("layernorm", "x gamma beta", eps=float)
 _RMSNORM = _known_calls("rmsnorm", "x gamma", eps=float)
 _LAYERNORM_RESIDUAL = _known_calls("layernorm_residual", "x residual gamma beta", eps=float)
 _LAYERNORM_RESIDUAL_ROWS = _known_calls("layernorm_residual", "x residual gamma beta", eps=float)
 _RESIDUAL_LAYERNORM = _known_calls("residual_layernorm", "x a b gamma beta", eps=float)
 _LINEAR = _known_calls("linear", "x weight bias residual")
+_QK_NORM = _known_calls("qk_norm", "qkv q_gamma k_gamma", eps=float)
 _ROPE = _known_calls("rope", "qkv cos sin positions")
 _KV_APPEND = _known_calls("kv_append", "k v kv_len k_cache v_cache")
 _ROPE_APPEND = _known_calls("rope_append", "qkv cos sin positions kv_len k_cache v_cache")
@@ -494,14 +496,24 @@ _DECODE_LAYER = _known_calls("decode_layer", "hidden positions kv_len cos sin k_
 
 
 @_op
-def embedding(ids: T, table: Tensor, *, dtype: str = "float32") -> T:
-    """Returns y, of the dtype that ``dtype`` names."""
+def embedding(
+    ids: T,
+    table: Tensor,
+    position_table: Tensor | None = None,
+    positions: Tensor | None = None,
+    *,
+    dtype: str = "float32",
+) -> T:
+    """Returns y, of the dtype that ``dtype`` names. A ``position_table`` needs ``positions``."""
     if dtype not in ("float16", "bfloat16", "float32", "float64"):
         raise ValueError(f"embedding: dtype must be float16, bfloat16, float32 or float64, got {dtype!r}")
-    given = ids, table
+    given = ids, table, position_table, positions
     made: T | None = _EMBEDDING.run(given, dtype, ())
     if made is None:
-        call = _call("embedding", ids, {"ids": ids, "table": table})
+        if (position_table is None) != (positions is None):
+            raise ValueError("embedding: position_table and positions must be given together, got one of them")
+        tensors: _Tensors = {"ids": ids, "table": table, "position_table": position_table, "positions": positions}
+        call = _call("embedding", ids, tensors)
         made = call.run(dtype=dtype, like=_Like(_EMBEDDING, given, dtype, ()))[0]
     return made
 
@@ -577,16 +589,38 @@ def linear(
 
 
 @_op
+def qk_norm(
+    qkv: T,
+    q_gamma: Tensor,
+    k_gamma: Tensor,
+    *,
+    kv_heads: int,
+    layout: QkvLayout = "separate",
+    eps: float = 1e-6,
+) -> T:
+    """Returns y, of qkv's shape. ``kv_heads`` is the number of heads of k."""
+    given, fixed = (qkv, q_gamma, k_gamma), (layout, kv_heads)
+    made: T | None = _QK_NORM.run(given, fixed, (eps,))
+    if made is None:
+        kv_heads = integer("qk_norm", "kv_heads", kv_heads, 1)
+        tensors: _Tensors = {"qkv": qkv, "q_gamma": q_gamma, "k_gamma": k_gamma}
+        call = _call("qk_norm", qkv, tensors, layout=layout, kv_heads=kv_heads, eps=eps)
+        made = call.run(like=_Like(_QK_NORM, given, fixed, (eps,)))[0]
+    return made
+
+
+@_op
 def rope(
     qkv: T,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     positions: Tensor,
     *,
     layout: QkvLayout = "interleaved_by_head",
     kv_heads: int | None = None,
 ) -> tuple[T, T, T]:
-    """Returns (q, k, v). ``rope_table()`` makes cos and sin. The layout "separate" needs ``kv_heads``."""
+    """Returns (q, k, v). ``rope_table()`` makes cos and sin. The layout "separate" needs ``kv_heads``.
+    Without cos and sin, None, nothing turns."""
     given, fixed = (qkv, cos, sin, positions), (layout, kv_heads)
     made: tuple[T, T, T] | None = _ROPE.run(given, fixed, ())
     if made is not None:
@@ -618,8 +652,8 @@ def kv_append(k: Tensor, v: Tensor, kv_len: Tensor, k_cache: Tensor, v_cache: Te
 @_op
 def rope_append(
     qkv: T,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     positions: Tensor,
     kv_len: Tensor,
     k_cache: Tensor,
@@ -627,7 +661,7 @@ def rope_append(
     *,
     layout: QkvLayout = "interleaved_by_head",
 ) -> T:
-    """Returns q, and writes k_cache and v_cache in place."""
+    """Returns q, and writes k_cache and v_cache in place. Without cos and sin, None, nothing turns."""
     given = qkv, cos, sin, positions, kv_len, k_cache, v_cache
     made: T | None = _ROPE_APPEND.run(given, layout, ())
     if made is not None:
@@ -752,8 +786,8 @@ def decode_layer(
     hidden: Tensor,
     positions: Tensor,
     kv_len: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     *,

@@ -72,6 +72,7 @@ void for_each_scalar(Args& a, F&& f) {
   if constexpr (requires { a.model; }) f(std::string("config"), a.model);
   if constexpr (requires { a.epilogue; }) f(std::string("epilogue"), a.epilogue);
   if constexpr (requires { a.layout; }) f(std::string("layout"), a.layout);
+  if constexpr (requires { a.kv_heads; }) f(std::string("kv_heads"), a.kv_heads);
   if constexpr (requires { a.eps; }) f(std::string("eps"), a.eps);
   if constexpr (requires { a.scale; }) f(std::string("scale"), a.scale);
   if constexpr (requires { a.max_kv_len; }) f(std::string("max_kv_len"), a.max_kv_len);

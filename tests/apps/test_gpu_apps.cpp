@@ -241,8 +241,7 @@ TEST_CASE("cf-layer on the GPU: the persistent kernel's parts another way", "[gp
     CHECK(v["ratio"] > 0);
     CHECK(v["ok"] == true);
   }
-  for (const char* part :
-       {"bytes in flight", "ring", "dependencies", "attention splits", "attention merge", "launches"}) {
+  for (const char* part : {"bytes in flight", "ring", "dependencies", "attention splits", "launches"}) {
     CAPTURE(part);
     CHECK(parts.contains(part));
   }

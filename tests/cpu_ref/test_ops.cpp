@@ -83,6 +83,32 @@ OP_TEST_CASE("The bits do not depend on the run or on the number of threads", "[
     }
 }
 
+TEST_CASE("embedding: a table of learned positions", "[ops][embedding]") {
+  for (DType weight : {DType::f16, DType::bf16, DType::f32, DType::f64})
+    for (std::int64_t hidden : {1, 7, 64, 301}) {
+      Setup s{.model = model_of(1, 2, 2, 2), .load = {.batch = 3, .q_len = 2, .kv_len = 9}, .weight = weight};
+      s.values = weight == DType::bf16 ? DType::bf16 : DType::f16;
+      INFO("hidden " << hidden << ", weight " << to_string(weight));
+      check_against_oracle<ops::Embedding>(s, {{6, 37, hidden, 12}, {}});
+    }
+}
+
+TEST_CASE("qk_norm: every dtype, layout and odd size", "[ops][qk_norm]") {
+  using ops::QkvLayout;
+  for (DType weight : {DType::f16, DType::bf16, DType::f32, DType::f64})
+    for (const auto& [heads, kv_heads, layout] : {std::tuple{6, 2, QkvLayout::separate},
+                                                  {1, 1, QkvLayout::separate},
+                                                  {8, 1, QkvLayout::separate},
+                                                  {3, 3, QkvLayout::interleaved_by_head}})
+      for (std::int64_t head_dim : {1, 7, 32, 80, 128, 256}) {
+        Setup s{.model = model_of(1, 2, 2, 2), .weight = weight, .seed = std::uint64_t(head_dim)};
+        s.values = weight == DType::bf16 ? DType::bf16 : DType::f16;
+        INFO(heads << " heads, " << kv_heads << " of k, of " << head_dim << ", weight " << to_string(weight));
+        check_against_oracle<ops::QkNorm>(
+            s, {{5, heads, kv_heads, head_dim, layout}, {.layout = layout, .kv_heads = kv_heads}});
+      }
+}
+
 TEST_CASE("linear: every epilogue, weight dtype and odd size", "[ops][linear]") {
   using ops::Epilogue;
   for (Epilogue epilogue :

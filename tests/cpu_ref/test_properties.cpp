@@ -81,6 +81,39 @@ TEST_CASE("RoPE at position 0 changes nothing", "[property][rope]") {
   CHECK(std::equal(k.begin(), k.end(), qkv + 80));
 }
 
+TEST_CASE("RoPE without a table parts the product into q, k and v", "[property][rope]") {
+  for (const auto layout : {ops::QkvLayout::interleaved_by_head, ops::QkvLayout::separate}) {
+    const std::int64_t kv_heads = layout == ops::QkvLayout::separate ? 2 : 4;
+    Problem<ops::Rope> p(kSetup, {{1, 4, kv_heads, 10, 0, 0, layout}, {.layout = layout}});
+    REQUIRE(data_of(p, "cos") == nullptr);
+    require_run(p);
+    const ops::QkvHeads heads{4, kv_heads, layout};
+    for (int part = 0; part < 3; ++part)
+      for (std::int64_t h = 0; h < (part == 0 ? 4 : kv_heads); ++h) {
+        const double* got = data_of(p, part == 0 ? "q" : part == 1 ? "k" : "v") + h * 10;
+        CHECK(std::equal(got, got + 10, data_of(p, "qkv") + heads.place(part, h) * 10));
+      }
+  }
+}
+
+TEST_CASE("qk_norm gives each head of q and k the bits of rmsnorm, and v's heads their own", "[property][qk_norm]") {
+  Setup s = kSetup;
+  s.weight = DType::f64;
+  Problem<ops::QkNorm> p(s, {{1, 4, 2, 10, ops::QkvLayout::separate}, {.kv_heads = 2, .eps = 1e-3}});
+  require_run(p);
+  for (std::int64_t row = 0; row < 8; ++row) {
+    double *x = data_of(p, "qkv") + row * 10, *got = data_of(p, "y") + row * 10, *gamma = data_of(p, "q_gamma");
+    if (row >= 4) gamma = data_of(p, "k_gamma");
+    std::vector<double> expected(x, x + 10);
+    if (row < 6)
+      REQUIRE(cpu_ref::run(ops::RmsNorm::Args{.x = View<const double, 2>{x, {1, 10}},
+                                              .gamma = View<const double, 1>{gamma, {10}},
+                                              .y = View<double, 2>{expected.data(), {1, 10}},
+                                              .eps = 1e-3}));
+    CHECK(std::equal(expected.begin(), expected.end(), got));
+  }
+}
+
 TEST_CASE("Attention scores depend on the relative position alone", "[property][rope]") {
   for (std::int32_t distance : {0, 1, 7, 100}) {
     const double near = dot(turned(distance).first, turned(0).second);

@@ -90,6 +90,49 @@ OP_TEST_CASE("Norms on the GPU agree with the oracle", "[gpu][layernorm]", std::
         }
 }
 
+TEST_CASE("embedding on the GPU: a table of learned positions", "[gpu][ops]") {
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (DType weight : {DType::f16, DType::bf16, DType::f32})
+      for (std::int64_t hidden : {8, 768, 2056}) {
+        Setup s{.model = model_of(1, 2, 2, 2),
+                .load = {.batch = 3, .q_len = 2, .kv_len = 9},
+                .activation = activation,
+                .weight = weight};
+        s.values = weight == DType::bf16 ? DType::bf16 : DType::f16;
+        CHECK(check_on_device<ops::Embedding>(s, {{6, 37, hidden, 12}, {}}));
+      }
+}
+
+TEST_CASE("qk_norm on the GPU: every layout, head size and number of heads", "[gpu][ops]") {
+  using ops::QkvLayout;
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (const auto& [heads, kv_heads, layout] : {std::tuple{32, 8, QkvLayout::separate},
+                                                  {1, 1, QkvLayout::separate},
+                                                  {7, 1, QkvLayout::separate},
+                                                  {3, 3, QkvLayout::interleaved_by_head}})
+      for (std::int64_t head_dim : {8, 64, 80, 96, 128, 256})
+        for (Fill fill : {Fill::normal, Fill::heavy_tailed, Fill::shifted}) {
+          Setup s{.model = model_of(1, 2, 2, 2), .activation = activation, .fill = fill};
+          s.weight = s.values = activation == DType::bf16 ? DType::bf16 : DType::f16;
+          for (std::int64_t tokens : {1, 5})
+            CHECK(check_on_device<ops::QkNorm>(
+                s, {{tokens, heads, kv_heads, head_dim, layout}, {.layout = layout, .kv_heads = kv_heads}}));
+        }
+}
+
+TEST_CASE("rope and rope_append on the GPU without a table part the product", "[gpu][ops]") {
+  using ops::QkvLayout;
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (const QkvLayout layout : {QkvLayout::separate, QkvLayout::interleaved_by_head})
+      for (std::int64_t batch : {1, 3, 700}) {
+        Setup s{.model = model_of(12, 64, 8, 8), .load = {.batch = batch, .q_len = 1, .kv_len = 5}};
+        s.activation = activation;
+        s.weight = s.values = activation == DType::bf16 ? DType::bf16 : DType::f16;
+        CHECK(check_on_device<ops::Rope>(s, {{batch, 12, 12, 64, 0, 0, layout}, {.layout = layout}}));
+        CHECK(check_on_device<ops::RopeAppend>(s, {{batch, 1, 12, 12, 64, 0, 0, 6, layout}, {.layout = layout}}));
+      }
+}
+
 TEST_CASE("swiglu on the GPU: gates from -200 to 200, of zero and of NaN, in every kernel of linear", "[gpu][linear]") {
   for (DType activation : {DType::f16, DType::bf16, DType::f32})
     for (std::int64_t tokens : {1, 12, 40}) {

@@ -156,7 +156,8 @@ TEST_CASE("persistent: every tap of a layer is the oracle's within its budget", 
   const DType dtype = GENERATE(DType::f16, DType::bf16);
   const bool parallel = GENERATE(true, false);
   for (const ModelConfig& shape : {model_of(4, 32, 8, 96), model_of(4, 64, 16, 512), model_of(3, 80, 20, 200),
-                                   model_of(2, 128, 128, 1000), model_of(2, 256, 64, 4096), model_of(3, 8, 2, 24)})
+                                   model_of(4, 96, 24, 1536), model_of(2, 128, 128, 1000), model_of(2, 256, 64, 4096),
+                                   model_of(3, 8, 2, 24)})
     for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 1}, {1, 2}, {1, 290}, {3, 17}, {8, 290}}) {
       ModelConfig m = shape;
       m.dtype = dtype;

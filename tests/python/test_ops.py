@@ -260,7 +260,7 @@ def test_every_op_has_golden_taps():
         for name in ("neox-d80-kv17-b3", "neox-gptq-sym-q7-kv23", "llama-gqa8-kv17-b2")
         for outcome in outcomes(GoldenLayer(golden_files(f"{name}.h5")[0]))
     }
-    assert called | {"embedding"} == set(_core.ops())
+    assert called | {"embedding", "qk_norm"} == set(_core.ops())
     weights = GoldenLayer(golden_files("neox-gptq-sym-q7-kv23.h5")[0]).weights
     assert isinstance(weights["attention.dense.weight"], ops.GptqWeight)
 
@@ -322,7 +322,9 @@ def test_a_function_has_the_contracts_names_and_text(op):
         inputs = ["weights", *(name for name in inputs if "." not in name)]
     assert not set(inputs) - set(parameters)
     assert not set(scalars) - set(parameters)
-    extra = {"embedding": {"dtype"}, "linear": {"residual"}, "ln_qkv_heads": {"heads", "kv_heads"}, "rope": {"kv_heads"}}
+    positions = {"position_table", "positions"}
+    extra = {"embedding": {"dtype", *positions}, "linear": {"residual"}, "ln_qkv_heads": {"heads", "kv_heads"}}
+    extra["rope"] = {"kv_heads"}
     assert set(parameters) - set(inputs) - set(scalars) == extra.get(op, set())
     in_order = [name for name in parameters if name in inputs]
     assert in_order == inputs

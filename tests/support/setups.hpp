@@ -72,7 +72,7 @@ inline std::vector<Setup> setups(DType activation) {
   const ModelConfig usual = model_of(2, 80, 20, 200);
   // Every head size, an odd one with it, and rotary_dim from 2 to all of head_dim.
   for (const ModelConfig& m : {model_of(3, 6, 2, 13), model_of(4, 32, 8, 96), model_of(2, 64, 64, 136), usual,
-                               model_of(2, 128, 32, 120), model_of(1, 256, 64, 72)})
+                               model_of(2, 96, 24, 88), model_of(2, 128, 32, 120), model_of(1, 256, 64, 72)})
     all.push_back({.model = m, .load = {.batch = 1, .q_len = 1, .kv_len = 17, .capacity = 19}});
   // Decode at lengths around tile sizes, of one sequence and of several of different lengths; steps of several tokens,
   // with and without old entries.

@@ -26,7 +26,8 @@ Status check_16_bits(const ops::Attention::Args& a) {
 Status check_prefill(const Arch& arch, const ops::Attention::Args& a, const ops::Attention::Dims& d) {
   CF_TRY(check_16_bits(a));
   if (prefill_pays(arch, d.q_len)) return {};
-  return not_taken("prompts of at least " + std::to_string(arch.tuning->prefill_queries) + " tokens", std::to_string(d.q_len));
+  return not_taken("prompts of at least " + std::to_string(arch.tuning->prefill_queries) + " tokens",
+                   std::to_string(d.q_len));
 }
 
 /// The rows of a kv head: its queries' heads.

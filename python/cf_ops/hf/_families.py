@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import math
 from dataclasses import dataclass
@@ -28,46 +29,64 @@ class Join:
 
 @dataclass(frozen=True)
 class Family:
-    """The names of a family's modules."""
+    """What the library knows of a family (core/families), as its modules in transformers need it."""
 
+    model_type: str
+    class_name: str
     base: str  # the model's attribute that has the layers, the embedding and the final norm
+    layers: str  # the module that has the layers
     embedding: str
+    head: str  # the library's name of the head
+    other_head: str  # the module's, where it is another one
     attention: str
-    projection: str  # below the attention: its Linear whose bias says whether the model has biases there
+    projection: str  # the Linear whose bias says whether the model has biases of q, k and v
+    norm: str  # the first norm
     act: str
     mlp: str  # the Linear that has intermediate_size rows
     eps: str  # of a norm
+    rope_types: tuple[str, ...]
+    fields: dict[str, str]  # the library's key -> config.json's name, of what config.json says
     joins: tuple[Join, ...] = ()
 
 
-_GPT_NEOX = Family(
-    base="gpt_neox",
-    embedding="embed_in",
-    attention="attention",
-    projection="query_key_value",
-    act="mlp.act",
-    mlp="mlp.dense_h_to_4h",
-    eps="eps",
-)
-_LLAMA = Family(
-    base="model",
-    embedding="embed_tokens",
-    attention="self_attn",
-    projection="q_proj",
-    act="mlp.act_fn",
-    mlp="mlp.gate_proj",
-    eps="variance_epsilon",
-    joins=(
-        Join("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-        Join("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), interleaved=True),
-    ),
-)
-FAMILIES: dict[Any, Family] = {  # by the class of transformers
-    transformers.GPTNeoXForCausalLM: _GPT_NEOX,
-    transformers.LlamaForCausalLM: _LLAMA,
-    transformers.MistralForCausalLM: _LLAMA,
-    transformers.Qwen2ForCausalLM: _LLAMA,
-}
+def _family(data: dict[str, Any]) -> Family:
+    names = {site["id"]: site["name"] for site in (*data["sites"], *data["outside"])}
+
+    def first_part(step: str) -> str:
+        return str((data["stored"].get(step, {}).get("parts") or [names[step]])[0])
+
+    def join(step: str) -> Join:
+        stored = data["stored"][step]
+        return Join(names[step], tuple(stored["parts"]), stored["interleaved"])
+
+    return Family(
+        model_type=data["model_type"],
+        class_name=data["class_name"],
+        base=data["layers"].partition(".")[0],
+        layers=data["layers"].removesuffix("."),
+        embedding=names["embed_in"],
+        head=names["embed_out"],
+        other_head=data["other_head"],
+        attention=names["query_key_value"].rpartition(".")[0],
+        projection=first_part("query_key_value"),
+        norm=names["input_layernorm"],
+        act=data["activation_module"],
+        mlp=first_part("dense_h_to_4h"),
+        eps="eps" if data["norm"] == "layernorm" else "variance_epsilon",
+        rope_types=tuple(data["rope_types"]),
+        fields={field["key"]: field["name"] for field in data["fields"] if field["use"] not in ("noted", "refused")},
+        joins=tuple(join(step) for step, stored in data["stored"].items() if len(stored["parts"]) > 1),
+    )
+
+
+def _read_families() -> dict[Any, Family]:
+    """The families whose class this version of transformers has."""
+    text = importlib.resources.files("cf_ops").joinpath("_families.json").read_text(encoding="utf-8")
+    families = [_family(data) for data in json.loads(text)]
+    return {getattr(transformers, f.class_name): f for f in families if hasattr(transformers, f.class_name)}
+
+
+FAMILIES: dict[Any, Family] = _read_families()  # by the class of transformers
 _HAS_ROPE_PARAMETERS = int(transformers.__version__.partition(".")[0]) >= 5
 # What config.json's text has of the modules, by other names of the same fields.
 _HELD_BY_MODULES = (
@@ -86,7 +105,7 @@ def family_of(model: Module) -> Family:
 
 
 def layers_of(model: Module) -> Any:
-    return getattr(model, family_of(model).base).layers
+    return model.get_submodule(family_of(model).layers)
 
 
 def library_of(model: Module) -> str:
@@ -96,8 +115,9 @@ def library_of(model: Module) -> str:
 
 def library_name(name: str, model: Module) -> str:
     """The library's name of a parameter: that of transformers 4.x."""
-    is_renamed = name.startswith("lm_head.") and family_of(model) is _GPT_NEOX
-    return name.replace("lm_head.", "embed_out.") if is_renamed else name
+    family = family_of(model)
+    is_renamed = family.other_head and name.startswith(family.other_head + ".")
+    return name.replace(family.other_head, family.head, 1) if is_renamed else name
 
 
 def inverse_frequencies(model: Module) -> Tensor:
@@ -114,62 +134,52 @@ def rope_table(model: Module, positions: int) -> tuple[Tensor, Tensor]:
 def config_text(model: Module) -> str:
     """config.json's text, of what the modules hold: it says what the model computes even where its config was changed
     after loading."""
-    config, family = model.config, family_of(model)
-    base, layer = getattr(model, family.base), layers_of(model)[0]
-    act = layer.get_submodule(family.act)
+    config, family, layers = model.config, family_of(model), layers_of(model)
+    act = layers[0].get_submodule(family.act)
     if type(act) is not type(ACT2FN[config.hidden_act]):
         got = type(act).__name__
         raise NotImplementedError(f"{family.act}: expected the config's '{config.hidden_act}', got {got}")
     norms = {getattr(m, family.eps) for m in model.modules() if hasattr(m, family.eps)}
-    eps = _same(f"{type(layer.input_layernorm).__name__}.{family.eps}", norms)
-    embedding, head = getattr(base, family.embedding), model.get_output_embeddings().weight
-    projection = layer.get_submodule(f"{family.attention}.{family.projection}")
-    text: dict[str, Any] = {
-        "model_type": config.model_type,
+    norm = type(layers[0].get_submodule(family.norm)).__name__
+    embedding, head = model.get_submodule(family.embedding), model.get_output_embeddings().weight
+    rotary_dim, head_dim = 2 * inverse_frequencies(model).numel(), _head_dim(model)
+    values: dict[str, Any] = {
         "hidden_size": config.hidden_size,
-        "num_hidden_layers": len(base.layers),
+        "num_hidden_layers": len(layers),
         "num_attention_heads": config.num_attention_heads,
-        "intermediate_size": _out_features(layer.get_submodule(family.mlp)),
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None),
+        "head_dim": head_dim,
+        "intermediate_size": _out_features(layers[0].get_submodule(family.mlp)),
         "vocab_size": embedding.num_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
-        "attention_bias": projection.bias is not None,
-        "hidden_act": config.hidden_act,
-        "tie_word_embeddings": head is embedding.weight,
-        "torch_dtype": str(head.dtype).removeprefix("torch."),
-    }
-    rotary_dim, head_dim = 2 * inverse_frequencies(model).numel(), _head_dim(model)
-    if family is _GPT_NEOX:
-        # Readers round head_dim * rotary_pct down.
-        rotary_pct = rotary_dim / head_dim
-        if int(head_dim * rotary_pct) < rotary_dim:
-            rotary_pct = math.nextafter(rotary_pct, 2.0)
-        text |= {
-            "rotary_pct": rotary_pct,
-            "rotary_emb_base": _rope_theta(config),
-            "layer_norm_eps": eps,
-            "use_parallel_residual": _same("use_parallel_residual", {m.use_parallel_residual for m in base.layers}),
-        }
-        return json.dumps(text)
-    scale = _same("self_attn.scaling", {m.self_attn.scaling for m in base.layers})
-    if scale != head_dim**-0.5:
-        raise NotImplementedError(f"self_attn.scaling: expected {head_dim**-0.5}, got {scale}")
-    text |= {
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": head_dim,
-        "rms_norm_eps": eps,
-        "mlp_bias": layer.get_submodule(family.mlp).bias is not None,
+        "rotary_fraction": _rotary_fraction(rotary_dim, head_dim),
         "rope_theta": _rope_theta(config),
-        "rope_scaling": _rope_scaling(model),
-        "partial_rotary_factor": rotary_dim / head_dim,
+        "layer_norm_eps": _same(f"{norm}.{family.eps}", norms),
+        "attention_bias": layers[0].get_submodule(family.projection).bias is not None,
+        "mlp_bias": layers[0].get_submodule(family.mlp).bias is not None,
+        "tie_word_embeddings": head is embedding.weight,
+        "hidden_act": config.hidden_act,
     }
-    # The rest of the config says what else a model is asked for, such as a window. The library's reader checks it.
+    if "use_parallel_residual" in family.fields:
+        parallel = {layer.use_parallel_residual for layer in layers}
+        values["use_parallel_residual"] = _same("use_parallel_residual", parallel)
+    text = {name: values[key] for key, name in family.fields.items() if key in values}
+    text |= {"model_type": config.model_type, "torch_dtype": str(head.dtype).removeprefix("torch.")}
+    # Biases that transformers does not read of a family are said as well, for the reader's note.
+    for key in ("attention_bias", "mlp_bias"):
+        text.setdefault(key, values[key])
+    scaling = {getattr(layer.get_submodule(family.attention), "scaling", None) for layer in layers} - {None}
+    if scaling and (scale := _same(f"{family.attention}.scaling", scaling)) != head_dim**-0.5:
+        raise NotImplementedError(f"{family.attention}.scaling: expected {head_dim**-0.5}, got {scale}")
+    text["rope_scaling"] = _rope_scaling(model)
+    # The rest of the config says what else a model is asked for, such as a window: the library's reader looks at it.
     rest = {name: value for name, value in config.to_dict().items() if name not in _HELD_BY_MODULES}
     return json.dumps({**rest, **text}, default=str)
 
 
 def gptq_config_text(model: Module) -> str | None:
     """quantize_config.json's text, where Linears are quantised."""
-    return gptq_text(model, f"{family_of(model).base}.layers.", len(layers_of(model)))
+    return gptq_text(model, f"{family_of(model).layers}.", len(layers_of(model)))
 
 
 def _out_features(linear: Module) -> int:
@@ -204,6 +214,12 @@ def _rope_scaling(model: Module) -> dict[str, Any]:
     return {**rest, "rope_type": kind} if kind != "default" else {"rope_type": kind}
 
 
+def _rotary_fraction(rotary_dim: int, head_dim: int) -> float:
+    """The share of a head that RoPE turns. Readers round its product with head_dim down."""
+    fraction = rotary_dim / head_dim
+    return math.nextafter(fraction, 2.0) if int(head_dim * fraction) < rotary_dim else fraction
+
+
 def _same(name: str, values: set[Any]) -> Any:
     if len(values) != 1:
         raise NotImplementedError(f"{name}: expected one value in all layers, got {sorted(values)}")
@@ -218,6 +234,6 @@ def _rotary(model: Module) -> Module:
     if type(rotary).__name__ != expected:
         raise NotImplementedError(f"rotary_emb: expected {expected}, got {type(rotary).__name__}")
     kind, scaling = getattr(rotary, "rope_type", "default"), getattr(rotary, "attention_scaling", 1.0)
-    if scaling != 1.0 or (kind != "default" and family is _GPT_NEOX):
+    if scaling != 1.0 or (kind != "default" and family.rope_types == ("default",)):
         raise NotImplementedError(f"rotary_emb: expected the default rope_type, got '{kind}'")
     return rotary

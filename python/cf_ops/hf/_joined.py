@@ -75,7 +75,7 @@ def _parameters(model: Module) -> Iterator[tuple[str, list[Tensor], bool]]:
                 if not _fit(parts) or any(id(part) in seen for part in parts) or len({*map(id, parts)}) < len(parts):
                     continue
                 seen.update(map(id, parts))
-                yield f"{family.base}.layers.{index}.{join.whole}.{kind}", parts, join.interleaved
+                yield f"{family.layers}.{index}.{join.whole}.{kind}", parts, join.interleaved
 
 
 def _fit(parts: Sequence[Any]) -> bool:
