@@ -9,6 +9,9 @@
 
 namespace cf {
 
+/// Whether a table has several groups.
+inline bool differ(RowRuns runs) { return row_groups(runs).size() > 1; }
+
 /// Elements [first, first + count) of a view's first dimension.
 template <class V, int Rank>
 View<V, Rank> part_of(View<V, Rank> view, std::int64_t first, std::int64_t count) {

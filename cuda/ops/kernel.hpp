@@ -94,7 +94,8 @@ Result<Choice> choose_from(std::span<const Kernel<Args>> kernels, const Target& 
 #include "core/ops/ops.def"
 #undef CF_OP
 
-/// The choices for a call of runs that differ, one for each group of equal runs: the kernels take one q_len for all.
+/// The choices for a call of runs, one for each group of equal ones: the kernels take one q_len for all. The choice for
+/// a lone group is that group's own.
 template <class Args>
 Result<Choice> choose_for_groups(const Target& target, const Args& args) {
   std::vector<Choice> groups;
@@ -103,6 +104,7 @@ Result<Choice> choose_for_groups(const Target& target, const Args& args) {
     groups.push_back(std::move(choice));
     return {};
   }));
+  if (groups.size() == 1) return std::move(groups.front());
   const auto text = [groups] {
     std::string all;
     for (const Choice& c : groups) all += (all.empty() ? "" : "; ") + std::string(c.kernel) + ": " + c.planned.text();

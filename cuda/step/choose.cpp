@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/call_groups.hpp"
 #include "core/model/passes.hpp"
 #include "cuda/ops/attention/attention.hpp"
 #include "cuda/ops/linear/linear.hpp"
@@ -108,7 +109,7 @@ LayerFacts facts_of(const Arch& arch, const Nodes& nodes) {
     if (const auto* attention = std::get_if<ops::Attention::Args>(&call)) {
       f.tokens = attention->q.shape[0];
       f.max_kv_len = attention->max_kv_len;
-      f.mixed = !attention->runs.empty();
+      f.mixed = differ(attention->runs);
       if (const auto* plan = plan_of<AttentionPlan>(planned)) {
         f.share_heads = plan->share_heads;
         f.key_splits = plan->splits;
@@ -176,7 +177,7 @@ bool takes(const Target& target, Node& node) {
       [&]<class Args>(const Args& args) {
         // A launch for each group of runs would read the weight each time.
         if constexpr (std::is_same_v<Args, ops::LnQkv::Args> || std::is_same_v<Args, ops::RmsQkv::Args>)
-          if (!args.runs.empty()) return false;
+          if (differ(args.runs)) return false;
         if (!Args::Op::check(args)) return false;
         Result<Choice> choice = choose(target, args);
         if (!choice) return false;

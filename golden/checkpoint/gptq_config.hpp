@@ -34,7 +34,7 @@ struct GptqConfig {
 /// adapter unless null, false or empty; other rules in dynamic, and so many that they cannot be compared; a pack_dtype
 /// other than int32; a module that is not a Linear of a layer; a field of the wrong type; two names of one field that
 /// disagree.
-Result<GptqConfig> parse_gptq_config(std::string_view text, const std::string& source,
-                                     ModelType family = {}, std::int64_t layers = 1);
+Result<GptqConfig> parse_gptq_config(std::string_view text, const std::string& source, ModelType family = {},
+                                     std::int64_t layers = 1);
 
 }  // namespace cf::checkpoint

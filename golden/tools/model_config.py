@@ -158,9 +158,7 @@ def silu(x):
 
 # hidden_act -> the function; that of "silu" is of the gate alone.
 FUNCTIONS = {"gelu": gelu_erf, "gelu_pytorch_tanh": gelu_tanh, "silu": silu}
-ACTIVATIONS = {
-    name: FUNCTIONS[meant] for family in FAMILIES.values() for name, meant in family["activations"].items()
-}
+ACTIVATIONS = {name: FUNCTIONS[meant] for family in FAMILIES.values() for name, meant in family["activations"].items()}
 
 
 def _preset(model_type, preset):
@@ -197,9 +195,7 @@ def parse_config(text, source):
         raise Refusal(f"{source}: expected a JSON object, got {type(config).__name__}")
     family = FAMILIES.get(config.get("model_type"))
     if not family:
-        raise Refusal(
-            f"{source}: model_type must be one of {', '.join(FAMILIES)}, got {config.get('model_type')!r}"
-        )
+        raise Refusal(f"{source}: model_type must be one of {', '.join(FAMILIES)}, got {config.get('model_type')!r}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in family["rope_types"]:
@@ -232,9 +228,7 @@ def parse_config(text, source):
     model = Model(**values)
     if heads % model.kv_heads:
         raise Refusal(f"{source}: num_key_value_heads must divide {heads}, got {model.kv_heads}")
-    if family["positions"] == "rope" and not (
-        2 <= model.rotary_dim <= model.head_dim and model.rotary_dim % 2 == 0
-    ):
+    if family["positions"] == "rope" and not (2 <= model.rotary_dim <= model.head_dim and model.rotary_dim % 2 == 0):
         raise Refusal(f"{source}: rotary_dim must be even, 2 to head_dim {model.head_dim}, got {model.rotary_dim}")
     if model.hidden_act not in family["activations"]:
         known = ", ".join(family["activations"])

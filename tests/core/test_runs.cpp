@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "core/call_groups.hpp"
 #include "core/model/run.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
@@ -68,6 +69,9 @@ TEST_CASE("Neighbours of one count are one group", "[runs]") {
   CHECK(groups({{0, 4, 1}, {1, 0, 5}, {2, 0, 1}}) == "0+1:1@0 1+1:5@1 2+1:1@6");
   CHECK(groups({{2, 4, 1}, {1, 0, 1}, {0, 8, 1}}) == "2+1:1@0 1+1:1@1 0+1:1@2");
   CHECK(groups({}) == "");
+  CHECK(!differ({}));
+  CHECK(!differ(std::vector<RowRun>{{2, 0, 4}, {3, 4, 4}}));
+  CHECK(differ(std::vector<RowRun>{{2, 0, 4}, {3, 4, 1}}));
 }
 
 TEST_CASE("A group has its runs, and the groups have all of them", "[runs]") {

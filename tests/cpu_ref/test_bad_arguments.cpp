@@ -48,7 +48,13 @@ OP_TEST_CASE("Every tensor of every op is checked", "[bad]", ops::Every) {
       break;
     }
     INFO(TestType::name << ": " << name);
-    if (!may_be_null) check_refused(null, Code::invalid_argument, {TestType::name, name, "null", "expected"});
+    // Without the tensor the call may be another one that has no such tensor, as linear_sum is without a residual.
+    bool is_asked_for = false;
+    TestType::tensors(TestType::dims(null.args()), null.args(), [&](const TensorSpec& t, auto&, auto) {
+      is_asked_for = is_asked_for || name == std::string("'").append(t.name).append("'");
+    });
+    if (is_asked_for && !may_be_null)
+      check_refused(null, Code::invalid_argument, {TestType::name, name, "null", "expected"});
 
     // A last dimension of 0 contradicts the other tensors' sizes, or is below 1.
     change_tensor(shape, nth, [](const TensorSpec&, auto& view) { view.shape.back() = 0; });

@@ -128,3 +128,46 @@ TEST_CASE("A program is lowered to the persistent kernel's layers, or the node w
   CHECK(refused.message() ==
         "persistent: gpt_neox.layers.3.attention.query_key_value: the persistent kernel has no phase for ln_qkv");
 }
+
+TEST_CASE("A step of runs has launches for each group of them, and no op that would read a weight for each",
+          "[plans]") {
+  const ModelConfig m = *find_preset("pythia-2.8b");
+  const auto plan_of = [&](const std::vector<RowRun>& runs, std::int64_t q_len, std::int64_t tokens) {
+    StepOutline step(m, {.batch = 4, .q_len = q_len, .table_rows = 512, .capacity = 512, .mixed = tokens}, DType::f16,
+                     {}, 1);
+    step.tensors.layer.runs = runs;
+    const Status refused = lower(*step.record_layer(0)).status();
+    CHECK(refused.code() == Code::unimplemented);
+    CHECK(refused.message().find("the persistent kernel has one new token of each sequence, no runs") !=
+          std::string::npos);
+    return plan_graph({.arch = kH200}, *step.record_layer(0));
+  };
+  const std::vector<RowRun> mixed{{2, 0, 1}, {3, 1, 1}, {0, 2, 300}}, few{{2, 0, 1}, {0, 1, 2}};
+  const Result<StepPlan> prompt = plan_of(mixed, 300, 302), tokens = plan_of(few, 2, 3);
+  for (const Result<StepPlan>* plan : {&prompt, &tokens}) {
+    INFO((*plan).status().message());
+    REQUIRE(*plan);
+    int attentions = 0;
+    for (const PlannedNode& n : (*plan)->nodes) {
+      CHECK(!std::holds_alternative<ops::LnQkv::Args>(n.node.call));
+      if (!std::holds_alternative<ops::Attention::Args>(n.node.call)) continue;
+      ++attentions;
+      CHECK(n.choice.kernel == "one for each group of runs");
+      CHECK(!n.mode.after_waiting);
+    }
+    CHECK(attentions == 1);
+  }
+  // Equal runs are planned as a call without runs.
+  const Result<StepPlan> equal = plan_of({{1, 0, 1}, {2, 1, 1}}, 1, 2);
+  REQUIRE(equal);
+  CHECK(equal->nodes.front().choice.kernel == "ln_qkv_dense");
+  for (const PlannedNode& n : equal->nodes)
+    if (std::holds_alternative<ops::Attention::Args>(n.node.call)) CHECK(n.mode.after_waiting);
+  for (const PlannedNode& n : prompt->nodes)
+    if (std::holds_alternative<ops::Attention::Args>(n.node.call)) {
+      const std::string text = n.choice.planned.text();
+      INFO(text);
+      CHECK(text.starts_with("attention_decode: "));
+      CHECK(text.find("; attention_wgmma: ") != std::string::npos);
+    }
+}

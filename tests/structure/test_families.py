@@ -81,7 +81,7 @@ class Finds(unittest.TestCase):
     def test_code_and_no_comment(self):
         with tempfile.TemporaryDirectory() as root:
             for path, text in {
-                "core/a.cpp": "// llama\nif (type == ModelType::llama) f();\n/* llama */ g(\"llama-2-7b\");\n",
+                "core/a.cpp": '// llama\nif (type == ModelType::llama) f();\n/* llama */ g("llama-2-7b");\n',
                 "python/b.py": '"""llama"""\nif kind == "llama":  # llama\n    pass\n',
             }.items():
                 os.makedirs(os.path.dirname(os.path.join(root, path)), exist_ok=True)
