@@ -64,8 +64,8 @@ Cost pass_cost(const ModelSpec& m, const ModelWeights& w, const Workload& load, 
 Result<ModelTiming> time_model(Decoder& decoder, const ModelWeights& weights, const ModelLoad& load, std::int64_t runs,
                                std::int64_t warmup, const std::function<Result<double>()>& read_rate,
                                const std::function<void()>& done) {
-  const ModelSpec& m = decoder.runner().model();
-  const DType activation = decoder.runner().activation();
+  const ModelSpec& m = decoder.model();
+  const DType activation = decoder.activation();
   ModelTiming timing;
   std::vector<double> first_ms, total_ms, token_ms;
   for (std::int64_t run = -warmup; run < runs; ++run) {

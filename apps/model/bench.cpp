@@ -135,7 +135,7 @@ int Bench::run(const std::string& command) {
     // The device holds the weights from here on.
     if (running->device && i + 1 == batches_.size()) running->loaded.drop_values();
     Decoder decoder(std::move(running->model));
-    activation = decoder.runner().activation();
+    activation = decoder.activation();
     for (std::int64_t prompt_len : prompts_)
       for (std::int64_t new_tokens : outputs_) {
         Row row{.impl = running->impl, .load = {prompt_len, new_tokens, slots}, .timing = {}};

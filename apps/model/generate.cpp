@@ -29,8 +29,8 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 /// One prompt on its way.
 struct Job {
   std::size_t prompt;
-  Clock::time_point added;
-  double first_s = 0, last_s = 0;  // from `added` to the first id and to the last
+  std::optional<Clock::time_point> started{};  // when it got a slot
+  double first_s = 0, last_s = 0;              // from then to the first id and to the last
   std::vector<std::int32_t> ids{};
   Finish finish = Finish::running;
   std::string fault{};
@@ -173,9 +173,8 @@ int Generate::run(const std::string& command) {
   Output output(prompts_.size() == 1, std::move(vocabulary));
   std::map<Decoder::Sequence, Job> jobs;
   std::vector<Job> done;
-  std::size_t next = 0;
   const auto add = [&](Job& job, std::int32_t id) {
-    job.last_s = seconds_since(job.added);
+    job.last_s = seconds_since(*job.started);
     if (job.ids.empty()) job.first_s = job.last_s;
     output.add(job, id);
   };
@@ -188,35 +187,37 @@ int Generate::run(const std::string& command) {
     done.push_back(std::move(job));
     return decoder.drop(sequence);
   };
+  for (std::size_t i = 0; i < prompts_.size(); ++i) {
+    const Result<Decoder::Sequence> added = decoder.add(
+        prompts_[i], {.sampling = sampling_, .id = i, .stop = stop_ids_, .max_new_tokens = max_new_tokens_});
+    if (!added) return fail(fmt::format("prompt {}: {}", i, added.status().message()));
+    jobs.emplace(*added, Job{.prompt = i});
+  }
   const Clock::time_point start = Clock::now();
   int signal = 0;
   {
     const Interrupts interrupts;
     runner.check_between([&] { return interrupts.check(); });
-    while ((next < prompts_.size() || decoder.active()) && !interrupts.noted()) {
-      for (; next < prompts_.size() && decoder.free_slots() > 0; ++next) {
-        const Result<Decoder::Sequence> added = decoder.add(
-            prompts_[next], {.sampling = sampling_, .id = next, .stop = stop_ids_, .max_new_tokens = max_new_tokens_});
-        if (!added) return fail(fmt::format("prompt {}: {}", next, added.status().message()));
-        jobs.emplace(*added, Job{.prompt = next, .added = Clock::now()});
-      }
+    while (decoder.active() && !interrupts.noted()) {
+      const Clock::time_point step_start = Clock::now();
       const Result<std::vector<Decoder::Emitted>> emitted = decoder.decode(1);
       if (const Status s = loaded.check_files(); !s) return fail(s);
       if (!emitted && !interrupts.noted()) return fail(emitted.status());
       // Where a signal ended the call, some sequences have an id of it all the same.
       for (auto& [sequence, job] : jobs) {
+        if (*decoder.waits(sequence)) continue;
+        if (!job.started) job.started = step_start;
         const std::vector<std::int32_t> ids = *decoder.ids(sequence);
         while (job.ids.size() < ids.size()) add(job, ids[job.ids.size()]);
       }
-      std::vector<Decoder::Sequence> ended;
-      for (const auto& [sequence, job] : jobs)
-        if (*decoder.finish(sequence) != Finish::running) ended.push_back(sequence);
-      for (Decoder::Sequence sequence : ended)
+      for (Decoder::Sequence sequence : decoder.ended())
         if (const Status s = collect(sequence); !s) return fail(s);
     }
     signal = interrupts.noted();
     runner.check_between({});
   }
+  // Where a signal ended the work, the report has the prompts that had begun.
+  std::erase_if(jobs, [&](const auto& entry) { return *decoder.waits(entry.first); });
   while (!jobs.empty())
     if (const Status s = collect(jobs.begin()->first); !s) return fail(s);
 

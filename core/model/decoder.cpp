@@ -1,6 +1,7 @@
 #include "core/model/decoder.hpp"
 
 #include <algorithm>
+#include <deque>
 #include <map>
 #include <utility>
 
@@ -18,7 +19,7 @@ struct Entry {
   SequenceOptions options{};
   std::vector<std::int32_t> tokens{};  // prompt and emitted ids
   std::size_t prompt_size = 0;
-  std::int64_t slot = -1;  // -1 once the sequence has ended
+  std::int64_t slot = -1;  // the lease's; -1 while the sequence waits, and once it has ended
   bool prefilled = false;
   Finish finish = Finish::running;
   Status status{};
@@ -39,12 +40,21 @@ std::string_view to_string(Finish f) {
 }
 
 struct Decoder::State {
-  std::unique_ptr<ModelRunner> runner;
+  std::shared_ptr<SlotLease> lease;
+  ModelSpec model;
+  DType activation;
+  EntryLimit limit;
   std::map<Sequence, Entry> entries{};
+  std::deque<Sequence> waiting{};
   std::vector<bool> taken;  // by slot
   Sequence next = 0;
 
-  explicit State(std::unique_ptr<ModelRunner> r) : runner(std::move(r)), taken(std::size_t(runner->slots())) {}
+  State(std::shared_ptr<SlotLease> l, const ModelRunner& runner)
+      : lease(std::move(l)),
+        model(runner.model()),
+        activation(runner.activation()),
+        limit(entry_limit(model, runner.capacity())),
+        taken(std::size_t(lease->slots())) {}
 
   Result<const Entry*> find(Sequence sequence) const {
     const auto found = entries.find(sequence);
@@ -54,7 +64,7 @@ struct Decoder::State {
 
   void end(Entry& e, Finish finish, Status status = {}) {
     if (e.slot >= 0) {
-      runner->release(e.slot);
+      if (const Result<ModelRunner*> runner = lease->runner()) (*runner)->release((*lease)[e.slot]);
       taken[std::size_t(e.slot)] = false;
     }
     e.slot = -1;
@@ -62,12 +72,22 @@ struct Decoder::State {
     e.status = std::move(status);
   }
 
+  /// Gives free slots to the sequences that wait longest.
+  void admit() {
+    for (auto slot = taken.begin(); !waiting.empty(); waiting.pop_front()) {
+      slot = std::find(slot, taken.end(), false);
+      if (slot == taken.end()) return;
+      *slot = true;
+      entries.at(waiting.front()).slot = slot - taken.begin();
+    }
+  }
+
   /// Chooses an id for each of the sequences, whose slots have logits, and ends those whose last id it is.
-  void choose(std::span<const Sequence> chosen, std::vector<Emitted>& emitted) {
+  void choose(ModelRunner& runner, std::span<const Sequence> chosen, std::vector<Emitted>& emitted) {
     std::vector<ModelRunner::Draw> draws;
     for (Sequence s : chosen) {
       const Entry& e = entries.at(s);
-      draws.push_back({.slot = e.slot,
+      draws.push_back({.slot = (*lease)[e.slot],
                        .sampling = e.options.sampling,
                        .sequence = e.options.id,
                        .position = std::int64_t(e.tokens.size()),
@@ -75,7 +95,7 @@ struct Decoder::State {
                        .left = e.options.max_new_tokens - e.emitted() - 1,
                        .stop = e.options.stop});
     }
-    const std::vector<Result<std::int32_t>> ids = runner->choose(draws);
+    const std::vector<Result<std::int32_t>> ids = runner.choose(draws);
     for (std::size_t i = 0; i < chosen.size(); ++i) {
       Entry& e = entries.at(chosen[i]);
       if (!ids[i]) {
@@ -93,17 +113,18 @@ struct Decoder::State {
   }
 
   Status prefill(std::vector<Emitted>& emitted) {
+    admit();
+    CF_TRY_ASSIGN(ModelRunner* const runner, lease->runner());
     for (auto& [sequence, e] : entries) {
       if (e.slot < 0 || e.prefilled) continue;
-      CF_TRY(runner->prefill(e.slot, 0, e.tokens));
+      CF_TRY(runner->prefill((*lease)[e.slot], 0, e.tokens));
       e.prefilled = true;
-      choose(std::span(&sequence, 1), emitted);
+      choose(*runner, std::span(&sequence, 1), emitted);
     }
     return {};
   }
 
   Status step(std::span<const Sequence> running, std::vector<Emitted>& emitted) {
-    const EntryLimit limit = entry_limit(runner->model(), runner->capacity());
     std::vector<ModelRunner::Token> tokens;
     std::vector<Sequence> stepped;
     for (Sequence s : running) {
@@ -114,42 +135,44 @@ struct Decoder::State {
                     " entries is reached after " + std::to_string(e.emitted()) + " new tokens"));
         continue;
       }
-      tokens.push_back({.slot = e.slot, .id = e.tokens.back(), .position = std::int64_t(e.tokens.size()) - 1});
+      tokens.push_back(
+          {.slot = (*lease)[e.slot], .id = e.tokens.back(), .position = std::int64_t(e.tokens.size()) - 1});
       stepped.push_back(s);
     }
     if (tokens.empty()) return {};
+    CF_TRY_ASSIGN(ModelRunner* const runner, lease->runner());
     CF_TRY(runner->step(tokens));
-    choose(stepped, emitted);
+    choose(*runner, stepped, emitted);
     return {};
   }
 };
 
-Decoder::Decoder(std::unique_ptr<ModelRunner> runner) : state_(std::make_unique<State>(std::move(runner))) {}
+Decoder::Decoder(std::unique_ptr<ModelRunner> runner) : Decoder(SlotLease::of_all(std::move(runner))) {}
+Decoder::Decoder(std::shared_ptr<SlotLease> slots) {
+  const ModelRunner& runner = **slots->runner();
+  state_ = std::make_unique<State>(std::move(slots), runner);
+}
 Decoder::Decoder(Decoder&&) noexcept = default;
 Decoder& Decoder::operator=(Decoder&&) noexcept = default;
 Decoder::~Decoder() = default;
 
 Result<Decoder::Sequence> Decoder::add(std::span<const std::int32_t> prompt, SequenceOptions options) {
   State& s = *state_;
-  const std::int64_t vocab_size = s.runner->model().shape.vocab_size;
-  const EntryLimit limit = entry_limit(s.runner->model(), s.runner->capacity());
+  const std::int64_t vocab_size = s.model.shape.vocab_size;
   if (prompt.empty()) return refused("prompt: expected at least one id, got none");
-  if (std::int64_t(prompt.size()) > limit.most)
-    return refused("prompt: expected at most " + std::to_string(limit.most) + " ids, " + std::string(limit.name) +
+  if (std::int64_t(prompt.size()) > s.limit.most)
+    return refused("prompt: expected at most " + std::to_string(s.limit.most) + " ids, " + std::string(s.limit.name) +
                    ", got " + std::to_string(prompt.size()));
   CF_TRY(check_ids("decoder", "prompt", prompt, vocab_size));
   CF_TRY(check_ids("decoder", "stop", options.stop, vocab_size));
   CF_TRY(options.sampling.validate());
   if (options.max_new_tokens < 1)
     return refused("max_new_tokens: expected at least 1, got " + std::to_string(options.max_new_tokens));
-  const auto slot = std::find(s.taken.begin(), s.taken.end(), false);
-  if (slot == s.taken.end())
-    return refused("no slot is free: expected at most " + std::to_string(s.taken.size()) + " running sequences");
-  *slot = true;
-  s.entries.emplace(s.next, Entry{.options = std::move(options),
-                                  .tokens = {prompt.begin(), prompt.end()},
-                                  .prompt_size = prompt.size(),
-                                  .slot = slot - s.taken.begin()});
+  s.entries.emplace(
+      s.next,
+      Entry{.options = std::move(options), .tokens = {prompt.begin(), prompt.end()}, .prompt_size = prompt.size()});
+  s.waiting.push_back(s.next);
+  s.admit();
   return s.next++;
 }
 
@@ -176,16 +199,29 @@ Result<std::vector<Decoder::Emitted>> Decoder::decode(std::int64_t steps) {
 Status Decoder::drop(Sequence sequence) {
   CF_TRY(state_->find(sequence).status());
   const auto found = state_->entries.find(sequence);
+  std::erase(state_->waiting, sequence);
   state_->end(found->second, Finish::running);
   state_->entries.erase(found);
   return {};
 }
 
 bool Decoder::active() const {
-  return std::any_of(state_->taken.begin(), state_->taken.end(), [](bool t) { return t; });
+  return !state_->waiting.empty() || std::any_of(state_->taken.begin(), state_->taken.end(), [](bool t) { return t; });
 }
 
 std::int64_t Decoder::free_slots() const { return std::count(state_->taken.begin(), state_->taken.end(), false); }
+
+std::vector<Decoder::Sequence> Decoder::ended() const {
+  std::vector<Sequence> ended;
+  for (const auto& [sequence, e] : state_->entries)
+    if (e.finish != Finish::running) ended.push_back(sequence);
+  return ended;
+}
+
+Result<bool> Decoder::waits(Sequence sequence) const {
+  CF_TRY_ASSIGN(const Entry* const e, state_->find(sequence));
+  return e->slot < 0 && e->finish == Finish::running;
+}
 
 Result<std::vector<std::int32_t>> Decoder::ids(Sequence sequence) const {
   CF_TRY_ASSIGN(const Entry* const e, state_->find(sequence));
@@ -206,9 +242,11 @@ Result<Tensor> Decoder::logits(Sequence sequence) {
   CF_TRY_ASSIGN(const Entry* const e, state_->find(sequence));
   if (e->slot < 0 || !e->prefilled)
     return refused(name_of(sequence) + " has no logits: expected a running sequence whose prompt was read");
-  return state_->runner->logits(e->slot);
+  CF_TRY_ASSIGN(ModelRunner* const runner, state_->lease->runner());
+  return runner->logits((*state_->lease)[e->slot]);
 }
 
-const ModelRunner& Decoder::runner() const { return *state_->runner; }
+const ModelSpec& Decoder::model() const { return state_->model; }
+DType Decoder::activation() const { return state_->activation; }
 
 }  // namespace cf

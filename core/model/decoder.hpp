@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/model/runner.hpp"
+#include "core/model/slot_lease.hpp"
 #include "core/sampling.hpp"
 #include "core/status.hpp"
 #include "core/tensor.hpp"
@@ -28,9 +29,9 @@ struct SequenceOptions {
 enum class Finish { running, stop, length, failed };
 std::string_view to_string(Finish);
 
-/// Continues several sequences at once, each in a slot of its own: prompts in, ids out. A sequence may come while
-/// others decode; its slot is free again when it ends. With the same number of slots a sequence's ids do not depend on
-/// what the other slots hold. Not shared between threads.
+/// Continues several sequences at once, each in a slot: prompts in, ids out. A sequence may come while others decode;
+/// where no slot is free it waits, and the first that waits gets the slot of the next one that ends. With the same number
+/// of slots a sequence's ids do not depend on what the other slots hold. Not shared between threads.
 class Decoder {
  public:
   /// A sequence, in the order of add() from 0 on.
@@ -42,37 +43,45 @@ class Decoder {
     bool operator==(const Emitted&) const = default;
   };
 
+  /// Of all slots of a runner of its own, or of those of an open lease.
   explicit Decoder(std::unique_ptr<ModelRunner> runner);
+  explicit Decoder(std::shared_ptr<SlotLease> slots);
   Decoder(Decoder&&) noexcept;
   Decoder& operator=(Decoder&&) noexcept;
   ~Decoder();
 
-  /// Takes a slot for a sequence; the next prefill() or decode() reads its prompt. Refuses a prompt that is empty,
-  /// longer than entry_limit() allows or holds an id outside the vocabulary; sampling parameters that
-  /// Sampling::validate() refuses; stop ids outside the vocabulary; max_new_tokens below 1; and a sequence more than
-  /// there are slots.
+  /// Takes a sequence, which waits where no slot is free or others wait; the next prefill() or decode() with a slot for
+  /// it reads its prompt. Refuses a prompt that is empty, longer than entry_limit() allows or holds an id outside the
+  /// vocabulary; sampling parameters that Sampling::validate() refuses; stop ids outside the vocabulary; and
+  /// max_new_tokens below 1.
   Result<Sequence> add(std::span<const std::int32_t> prompt, SequenceOptions options = {});
-  /// Reads the prompts of all sequences that were added since, and returns each one's first id.
+  /// Reads the prompts of all sequences that have a slot and were not read yet, and returns each one's first id.
   Result<std::vector<Emitted>> prefill();
-  /// `steps` steps, or fewer where all sequences end before: a step gives each running sequence one id. Sequences that
-  /// were added since are prefilled first. An error is the device's; what was emitted before is in ids(). A sequence
-  /// that would need more entries than entry_limit() allows, or whose logits are NaN, ends with Finish::failed and a
-  /// status(); the others go on.
+  /// `steps` steps, or fewer where all sequences end before: a step gives each running sequence one id. Sequences whose
+  /// prompts were not read yet are prefilled first. An error is the device's; what was emitted before is in ids(). A
+  /// sequence that would need more entries than entry_limit() allows, or whose logits are NaN, ends with Finish::failed
+  /// and a status(); the others go on.
   Result<std::vector<Emitted>> decode(std::int64_t steps = 1);
   /// Ends a sequence and forgets it. Refuses one that is unknown or was dropped.
   Status drop(Sequence sequence);
 
-  /// Whether any sequence is running.
+  /// Whether any sequence is running or waits.
   bool active() const;
   std::int64_t free_slots() const;
-  /// Of a sequence that was not dropped: its ids behind the prompt, why it ended, and where it failed, how.
+  /// The sequences that have ended and were not dropped, in the order of add().
+  std::vector<Sequence> ended() const;
+  /// Of a sequence that was not dropped: whether it waits for a slot, its ids behind the prompt, why it ended, and where
+  /// it failed, how.
+  Result<bool> waits(Sequence sequence) const;
   Result<std::vector<std::int32_t>> ids(Sequence sequence) const;
   Result<Finish> finish(Sequence sequence) const;
   Status status(Sequence sequence) const;
   /// The logits (vocab) that a running sequence's last id was chosen from.
   Result<Tensor> logits(Sequence sequence);
 
-  const ModelRunner& runner() const;
+  /// What the slots' runner was when the decoder was made.
+  const ModelSpec& model() const;
+  DType activation() const;
 
  private:
   struct State;

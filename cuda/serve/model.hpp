@@ -83,7 +83,8 @@ class Model final : public ModelRunner {
   /// A prompt's launches are put onto the stream site by site while a visitor watches; `visit` is called when a site's
   /// launches are there. A step has no sites of its own: what decodes is refused with a visitor (Code::unimplemented).
   void watch(Visit visit) override;
-  /// Asked before each pass of a prompt, which begins when the device is at work on the one before.
+  /// Asked before each step, and before each pass of a prompt, which begins when the device is at work on the one
+  /// before.
   void check_between(Check check) override;
   /// Waits for the launches before it.
   Status fetch(const SiteTensor& tensor, void* to) override;

@@ -167,6 +167,7 @@ Status Model::State::decode(std::span<const StepPart> parts, bool on_device) {
     slots.push_back(p.run.sequence);
     rows.push_back(p.rows);
   }
+  if (go_on && !tokens.empty()) CF_TRY(go_on());
   CF_TRY(pipeline.step(tokens));
   return copy_logits(slots, rows, on_device);
 }

@@ -120,8 +120,8 @@ class Made(NamedTuple):
 
 
 class Session:
-    """Continues prompts in slots, the later ones as slots become free. `results` grows with each step(). One thread at a
-    time has a step.
+    """Continues prompts in a decoder, where the later ones wait for slots. `results` grows with each step(). One thread
+    at a time has a step.
 
     streams: whether a prompt of text gets its pieces of text with each step.
     """
@@ -151,8 +151,7 @@ class Session:
         ]
         self._stop = model.eos_token_ids if settings.stop_ids is None else settings.stop_ids
         self._lock = threading.RLock()  # a signal's handler may come in the thread that has it
-        self._next = 0  # the first prompt that waits for a slot
-        self._index_of: dict[int, int] = {}  # by the decoder's number of a running sequence
+        self._index_of: dict[int, int] = {}  # by the decoder's number of a sequence that has not ended
         self.slots = model.slots_for(len(prompts)) if slots is None else slots
         # The last new id is not appended to the cache.
         self.capacity = max((len(r.prompt) for r in self.results), default=1) + settings.max_new_tokens - 1
@@ -160,7 +159,7 @@ class Session:
         # Every prompt is checked before the first one is read.
         try:
             for index in range(len(prompts)):
-                self._decoder.drop(self._add(index))
+                self._index_of[self._add(index)] = index
         except BaseException:
             self._decoder.close()
             raise
@@ -170,7 +169,7 @@ class Session:
     @property
     def done(self) -> bool:
         """Whether all prompts have ended."""
-        return self._next == len(self.results) and not self._index_of
+        return not self._index_of
 
     def step(self) -> list[Made]:
         """Gives each running sequence one id; returns what was made. The results of those that ended have a `finish`.
@@ -181,9 +180,6 @@ class Session:
             if self.done:
                 return []
             try:
-                while self._next < len(self.results) and self._decoder.free_slots:
-                    self._index_of[self._add(self._next)] = self._next
-                    self._next += 1
                 return self._collect(self._decoder.decode(1))
             except KeyboardInterrupt:
                 self.interrupt()
@@ -237,9 +233,8 @@ class Session:
                 self._drop(sequence, finish)
             made.append(Made(index, id, piece))
         # A sequence that fails makes no id.
-        for sequence in list(self._index_of):
-            if (finish := self._decoder.finish(sequence)) != "running":
-                self._drop(sequence, finish)
+        for sequence in self._decoder.ended():
+            self._drop(sequence, self._decoder.finish(sequence))
         if self.done:
             self._decoder.close()
         return made
@@ -256,7 +251,6 @@ class Session:
             self._decoder.drop(sequence)
         self._index_of.clear()
         self._decoder.close()
-        self._next = len(self.results)
         for result in self.results:
             if result.finish == "running":
                 result.finish, result.error = finish, error

@@ -27,7 +27,10 @@ T take(Result<T> result) {
 
 /// Adds the ops to the module.
 void bind_ops(nanobind::module_& m);
-/// Adds whole models to the module: weights, runners, decoders.
-void bind_model(nanobind::module_& m);
+/// Adds whole models to the module.
+void bind_weights(nanobind::module_& m);
+void bind_device(nanobind::module_& m);
+void bind_runner(nanobind::module_& m);
+void bind_decoder(nanobind::module_& m);
 
 }  // namespace cf::python

@@ -12,52 +12,6 @@ using cuda::from_cuda;
 
 std::string version(int encoded) { return std::to_string(encoded / 1000) + "." + std::to_string(encoded % 1000 / 10); }
 
-/// A model whose calls run on its device, whichever is the thread's own.
-class GuardedModel final : public ModelRunner {
- public:
-  GuardedModel(int device, std::unique_ptr<cuda::Model> model) : device_(device), model_(std::move(model)) {}
-  GuardedModel(const GuardedModel&) = delete;
-  GuardedModel& operator=(const GuardedModel&) = delete;
-  ~GuardedModel() override {
-    const DeviceGuard guard(device_);
-    model_.reset();
-  }
-
-  const ModelSpec& model() const override { return model_->model(); }
-  std::int64_t slots() const override { return model_->slots(); }
-  std::int64_t capacity() const override { return model_->capacity(); }
-  DType activation() const override { return model_->activation(); }
-  std::int64_t length(std::int64_t slot) const override { return model_->length(slot); }
-
-  Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override {
-    const DeviceGuard guard(device_);
-    CF_TRY(guard.status());
-    return model_->run(runs, ids, logits);
-  }
-  std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override {
-    const DeviceGuard guard(device_);
-    if (!guard.status()) return std::vector<Result<std::int32_t>>(draws.size(), guard.status());
-    return model_->choose(draws);
-  }
-  Result<Tensor> logits(std::int64_t slot) override {
-    const DeviceGuard guard(device_);
-    CF_TRY(guard.status());
-    return model_->logits(slot);
-  }
-  void release(std::int64_t slot) override { model_->release(slot); }
-  void watch(Visit visit) override { model_->watch(std::move(visit)); }
-  void check_between(Check check) override { model_->check_between(std::move(check)); }
-  Status fetch(const SiteTensor& tensor, void* to) override {
-    const DeviceGuard guard(device_);
-    CF_TRY(guard.status());
-    return model_->fetch(tensor, to);
-  }
-
- private:
-  int device_;
-  std::unique_ptr<cuda::Model> model_;
-};
-
 Result<cudaDeviceProp> properties_of(int device) {
   int count = 0;
   CF_TRY(from_cuda(cudaGetDeviceCount(&count), "no CUDA device"));
@@ -91,6 +45,12 @@ std::string cublaslt() {
 Status check_device(int device) {
   const cuda::RelaxedCapture relaxed;  // an op's first call may be captured
   return properties_of(device).status();
+}
+
+Status on_device(int device, const std::function<Status()>& f) {
+  const DeviceGuard guard(device);
+  CF_TRY(guard.status());
+  return f();
 }
 
 Result<DeviceInfo> device_info(int device) {
@@ -131,7 +91,7 @@ Result<DeviceModel> make_device_model(const std::string& name, const ModelSpec& 
   d.weights_bytes = std::int64_t(bytes.weights);
   d.cache_bytes = std::int64_t(bytes.cache);
   d.workspace_bytes = std::int64_t(bytes.workspace);
-  d.runner = std::make_unique<GuardedModel>(o.device, std::move(*made));
+  d.runner = std::move(*made);
   return d;
 }
 

@@ -1,12 +1,12 @@
 #pragma once
 // Whole models on a GPU. The header holds no CUDA types: without the CUDA backend every call but the first is refused.
 #include <cstdint>
+#include <functional>
 #include <memory>
-#include <span>
 #include <string>
 #include <utility>
 
-#include "core/model/decoder.hpp"
+#include "core/model/runner.hpp"
 #include "core/model/weights.hpp"
 #include "core/status.hpp"
 
@@ -33,6 +33,10 @@ std::string cublaslt();
 Status check_device(int device);
 Result<DeviceInfo> device_info(int device);
 
+/// Runs f() with a device as the calling thread's, and gives the thread back the one that it had: the thread may be
+/// another library's, such as torch's.
+Status on_device(int device, const std::function<Status()>& f);
+
 /// How a GPU runs a model.
 struct DeviceModelOptions {
   int device = 0;
@@ -41,7 +45,7 @@ struct DeviceModelOptions {
   bool in_place = false;      // whether the weights lie on the device and are read there, without a copy
 };
 
-/// A model on a GPU with what it took there.
+/// A model on a GPU with what it took there. The runner works, and ends, on_device().
 struct DeviceModel {
   std::unique_ptr<ModelRunner> runner;
   std::string impl;  // of steps
@@ -49,9 +53,8 @@ struct DeviceModel {
 };
 
 /// Copies weights, which may lie on the host or on a device, to the device, or reads them there in place, and takes
-/// memory for cache and activations. Weights in place must outlive the model. A call of the runner, from whichever
-/// thread, leaves the thread's current device as it was. Refuses what cuda::Model::create() refuses, and the name of no
-/// impl.
+/// memory for cache and activations. Weights in place must outlive the model. Refuses what
+/// cuda::Model::create() refuses, and the name of no impl.
 Result<DeviceModel> make_device_model(const std::string& name, const ModelSpec& model, const ModelWeights& weights,
                                       const DeviceModelOptions& options);
 

@@ -49,5 +49,9 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);
   cf::python::watch_interpreter_end();
   cf::python::bind_ops(m);
-  cf::python::bind_model(m);
+  cf::python::bind_threads(m);
+  cf::python::bind_weights(m);
+  cf::python::bind_device(m);
+  cf::python::bind_runner(m);
+  cf::python::bind_decoder(m);
 }

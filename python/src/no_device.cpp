@@ -18,6 +18,7 @@ bool has_cuda() { return false; }
 Result<std::pair<std::string, std::string>> cuda_versions() { return no_cuda(); }
 std::string cublaslt() { return no_cuda().message(); }
 Status check_device(int) { return no_cuda(); }
+Status on_device(int, const std::function<Status()>&) { return no_cuda(); }
 Result<DeviceInfo> device_info(int) { return no_cuda(); }
 Result<DeviceModel> make_device_model(const std::string&, const ModelSpec&, const ModelWeights&,
                                       const DeviceModelOptions&) {

@@ -196,12 +196,14 @@ Status bind_tensor(const std::string& op, std::string_view name, View& view, con
   return {};
 }
 
-/// Calls f(spec, view) for each tensor of an op's arguments, a linear's residual among them whatever its epilogue: the
-/// contract's check says best what is wrong with one.
+/// Calls f(spec, view) for each tensor of an op's arguments. A linear's residual, RoPE's table and learned positions are
+/// among them, given or not: the contract's check says best what is wrong with one.
 template <class Op, class F>
 void for_each_tensor(typename Op::Args& args, F&& f) {
   auto dims = Op::dims(args);
   if constexpr (requires { dims.residual; }) dims.residual = true;
+  if constexpr (requires { dims.rotary_dim; }) dims.rotary_dim = std::max<std::int64_t>(dims.rotary_dim, 2);
+  if constexpr (requires { dims.position_rows; }) dims.position_rows = std::max<std::int64_t>(dims.position_rows, 1);
   Op::tensors(dims, args, [&](const TensorSpec& spec, auto& view, const auto&) { f(spec, view); });
 }
 

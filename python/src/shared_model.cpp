@@ -1,115 +1,100 @@
 #include "python/src/shared_model.hpp"
 
-#include <algorithm>
-#include <utility>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "python/src/arrays.hpp"
+#include "python/src/bindings.hpp"
+#include "python/src/weights.hpp"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace cf::python {
 
 SharedModel::~SharedModel() {
   const WithoutGil without_gil;
-  close();
+  (void)close();
 }
 
-std::int64_t SharedModel::free_slots() {
-  const std::lock_guard lock(mutex_);
-  return std::count(taken_.begin(), taken_.end(), false);
-}
-
-Result<ModelRunner*> SharedModel::runner() {
-  if (model_.runner) return model_.runner.get();
-  return Status::error(Code::device_error, "the model's memory on the device was given back");
-}
-
-Result<std::vector<std::int64_t>> SharedModel::take_slots(std::int64_t count) {
-  CF_TRY_ASSIGN(ModelRunner* const model, runner());
-  std::vector<std::int64_t> slots;
-  {
-    const std::lock_guard lock(mutex_);
-    const std::int64_t free = std::count(taken_.begin(), taken_.end(), false);
-    if (free == 0)
-      return Status::error(Code::invalid_argument, "slots: expected one that is free, got a model whose " +
-                                                       std::to_string(slots_) + " are all in use");
-    if (count < 1 || count > free)
-      return Status::error(Code::invalid_argument, "slots: expected 1 to " + std::to_string(free) +
-                                                       ", those that are free of the model's " +
-                                                       std::to_string(slots_) + ", got " + std::to_string(count));
-    for (std::int64_t slot = 0; std::int64_t(slots.size()) < count; ++slot)
-      if (!taken_[std::size_t(slot)]) {
-        taken_[std::size_t(slot)] = true;
-        slots.push_back(slot);
-      }
-  }
-  for (std::int64_t slot : slots) model->release(slot);
-  return slots;
-}
-
-void SharedModel::give_slots(const std::vector<std::int64_t>& slots) {
-  const std::lock_guard lock(mutex_);
-  for (std::int64_t slot : slots) taken_[std::size_t(slot)] = false;
-}
-
-Result<std::unique_ptr<LeasedRunner>> LeasedRunner::create(std::shared_ptr<SharedModel> shared, std::int64_t slots,
-                                                           Interrupt& interrupt) {
-  CF_TRY_ASSIGN(ModelRunner* const model, shared->runner());
-  CF_TRY_ASSIGN(std::vector<std::int64_t> taken, shared->take_slots(slots));
-  return std::unique_ptr<LeasedRunner>(
-      new LeasedRunner(std::move(shared), model->model(), std::move(taken), interrupt));
-}
-
-void LeasedRunner::close() {
-  shared_->give_slots(slots_);
-  slots_.clear();
-}
-
-Result<ModelRunner*> LeasedRunner::shared_runner() const {
-  if (slots_.empty())
-    return Status::error(Code::invalid_argument, "slots: expected some of the model, got none: close() gave them back");
-  return shared_->runner();
-}
-
-Status LeasedRunner::run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) {
-  CF_TRY_ASSIGN(ModelRunner* const model, shared_runner());
-  CF_TRY(lengths_.check(runs));
-  CF_TRY(interrupt_.check());
-  std::vector<Run> theirs(runs.begin(), runs.end());
-  for (Run& r : theirs) r.sequence = shared_slot(r.sequence);
-  model->check_between([this]() -> Status {
-    CF_TRY(interrupt_.check());
-    return check_ ? check_() : Status();
+Status SharedModel::close() {
+  return on_device(device_, [&] {
+    runner_->close();
+    weights_.reset();
+    return Status();
   });
-  if (visit_) model->watch(visit_);
-  const Status ran = model->run(theirs, ids, logits);
-  if (visit_) model->watch({});
-  model->check_between({});
-  CF_TRY(ran);
-  for (const Run& r : runs) lengths_.set(r.sequence, r.first_position + r.count);
-  return {};
 }
 
-std::vector<Result<std::int32_t>> LeasedRunner::choose(std::span<const Draw> draws) {
-  const Result<ModelRunner*> model = shared_runner();
-  if (!model) return std::vector<Result<std::int32_t>>(draws.size(), model.status());
-  std::vector<Draw> theirs(draws.begin(), draws.end());
-  for (Draw& d : theirs) d.slot = shared_slot(d.slot);
-  return (*model)->choose(theirs);
+namespace {
+
+/// Copies a model to a GPU, or reads the weights that lie there in place.
+std::shared_ptr<SharedModel> make_shared_model(const Weights& w, int device, std::int64_t slots, std::int64_t capacity,
+                                               std::int64_t chunk, const std::string& impl) {
+  if (w.place == Place::none) refuse("weights: expected their values, got none: drop_values() gave them back");
+  const bool in_place = w.place == Place::device;
+  DeviceModel made = take([&]() -> Result<DeviceModel> {
+    const WithoutGil without_gil;
+    return make_device_model(w.config.name, w.config.spec(), w.weights,
+                             {device, slots, capacity, chunk, impl, in_place});
+  }());
+  return std::make_shared<SharedModel>(std::move(made), device, in_place ? w.owner : nullptr);
 }
 
-Result<Tensor> LeasedRunner::logits(std::int64_t slot) {
-  CF_TRY_ASSIGN(ModelRunner* const model, shared_runner());
-  CF_TRY(lengths_.check(slot, 0, 1));
-  return model->logits(shared_slot(slot));
-}
+}  // namespace
 
-Status LeasedRunner::fetch(const SiteTensor& tensor, void* to) {
-  CF_TRY_ASSIGN(ModelRunner* const model, shared_runner());
-  return model->fetch(tensor, to);
-}
-
-void LeasedRunner::release(std::int64_t slot) {
-  lengths_.set(slot, 0);
-  if (const Result<ModelRunner*> model = shared_runner()) (*model)->release(shared_slot(slot));
+void bind_device(nb::module_& m) {
+  m.def("has_cuda", &has_cuda, "Whether this build has the CUDA backend.");
+  m.attr("WEIGHT_ALIGNMENT") = kWeightAlignment;
+  m.def(
+      "cuda_versions", [] { return take(cuda_versions()); },
+      "The newest CUDA that the driver runs, \"0.0\" without a driver, and the CUDA that this build links.");
+  m.def("cublaslt", &cublaslt, "The cuBLASLt that was found, or why there is none.");
+  m.def(
+      "check_cuda_device", [](int device) { check(check_device(device)); }, "device"_a = 0,
+      "Raises CfError for a GPU that is not there or that this build has no kernels for, and NotImplementedError where "
+      "the build has no CUDA backend. Takes no memory of the device.");
+  m.def(
+      "cuda_device",
+      [](int device) {
+        const DeviceInfo d = take([&] {
+          const WithoutGil without_gil;
+          return device_info(device);
+        }());
+        return std::tuple(d.name, d.compute_capability, std::int64_t(d.memory_bytes), std::int64_t(d.free_bytes));
+      },
+      "device"_a = 0,
+      "A GPU's name, its compute capability (90 for 9.0), the bytes of its memory and those that are free. Raises what "
+      "check_cuda_device() raises.");
+  nb::class_<SharedModel>(m, "DeviceModel",
+                          "A model in the memory of a GPU. Runners and decoders share it, each with slots of its own; "
+                          "threads take turns.")
+      .def(nb::new_(&make_shared_model), "weights"_a, nb::kw_only(), "device"_a = 0, "slots"_a = 1, "capacity"_a = 2048,
+           "chunk"_a = 512, "impl"_a = "auto",
+           "Copies the weights to the device, or reads in place those that lie there, and takes memory for a cache of "
+           "`slots` sequences of `capacity` entries. Raises ValueError for sizes below 1 and an unknown `impl`, "
+           "NotImplementedError for what the impl "
+           "or the backend does not take, MemoryError where the device's memory is not free, and CfError where there "
+           "is no such device.")
+      .def_prop_ro("device", &SharedModel::device, "The number of the GPU.")
+      .def_prop_ro("slots", &SharedModel::slots, "Sequences that the cache holds.")
+      .def_prop_ro("free_slots", &SharedModel::free_slots, "Slots that no runner and no decoder has.")
+      .def_prop_ro("capacity", &SharedModel::capacity, "Entries that a slot has room for.")
+      .def_prop_ro("impl", &SharedModel::impl, "How a step is launched.")
+      .def_prop_ro(
+          "activation", [](const SharedModel& s) { return std::string(to_string(s.activation())); },
+          "The dtype of activations, cache and logits.")
+      .def_prop_ro("weight_bytes", &SharedModel::weights_bytes,
+                   "The bytes of the model's own weights on the device: 0 where it reads them in place.")
+      .def_prop_ro("cache_bytes", &SharedModel::cache_bytes, "The bytes of the cache.")
+      .def_prop_ro("workspace_bytes", &SharedModel::workspace_bytes, "The bytes of the activations.")
+      .def(
+          "close", [](SharedModel& s) { check(work(s.turns(), [&] { return s.close(); })); },
+          "Gives the device's memory back. What its runners are asked from now on raises CfError.");
 }
 
 }  // namespace cf::python

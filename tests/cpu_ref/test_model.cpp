@@ -590,6 +590,84 @@ TEST_CASE("A NaN is reported with the site that made it, and ends its own sequen
   CHECK((ids.size() == 4 || ids.back() == 7));
 }
 
+TEST_CASE("Sequences wait for a slot in the order of add(), and get the ids that they have alone", "[model]") {
+  const Small small;
+  std::vector<Ids> alone;
+  const auto options = [](std::int64_t i) {
+    return SequenceOptions{.sampling = {.temperature = 1, .seed = 3}, .id = std::uint64_t(i), .max_new_tokens = 3 + i};
+  };
+  for (std::int64_t i = 0; i < 5; ++i) {
+    Decoder d = small.decoder(2);
+    const auto s = taken(d.add(ids_of(4 + i, std::uint64_t(i)), options(i)));
+    while (d.active()) taken(d.decode());
+    alone.push_back(taken(d.ids(s)));
+  }
+  Decoder d = small.decoder(2);
+  for (std::int64_t i = 0; i < 5; ++i)
+    CHECK(taken(d.add(ids_of(4 + i, std::uint64_t(i)), options(i))) == Decoder::Sequence(i));
+  CHECK(d.free_slots() == 0);
+  const auto waiting = [&] {
+    std::vector<Decoder::Sequence> found;
+    for (Decoder::Sequence s = 0; s < 5; ++s)
+      if (taken(d.waits(s))) found.push_back(s);
+    return found;
+  };
+  CHECK(waiting() == std::vector<Decoder::Sequence>{2, 3, 4});
+  CHECK(taken(d.prefill()).size() == 2);
+  // The first has 3 new ids and the second 4: the third begins in the step behind the first's last.
+  taken(d.decode(2));
+  CHECK(d.ended() == std::vector<Decoder::Sequence>{0});
+  CHECK(waiting() == std::vector<Decoder::Sequence>{2, 3, 4});
+  CHECK(taken(d.decode()).size() == 2);
+  CHECK(d.ended() == std::vector<Decoder::Sequence>{0, 1});
+  CHECK(waiting() == std::vector<Decoder::Sequence>{3, 4});
+  // One that waits can be dropped: the next one is the next.
+  CHECK(fault_of(d.logits(3), "sequence 3 has no logits") == "");
+  require_ok(d.drop(3));
+  while (d.active()) taken(d.decode(2));
+  CHECK(d.ended() == std::vector<Decoder::Sequence>{0, 1, 2, 4});
+  for (const Decoder::Sequence s : d.ended()) CHECK(taken(d.ids(s)) == alone[std::size_t(s)]);
+  CHECK(d.free_slots() == 2);
+}
+
+TEST_CASE("Holders of some slots of a runner do not see the others', and are refused once they gave them back",
+          "[model]") {
+  const Small small;
+  const auto shared = std::make_shared<SharedRunner>(small.model({.slots = 3, .capacity = 64, .chunk = 8}));
+  const auto first = taken(SlotLease::create(shared, 1)), second = taken(SlotLease::create(shared, 2));
+  CHECK(shared->free_slots() == 0);
+  CHECK(fault_of(SlotLease::create(shared, 1), "expected one that is free, got a model whose 3 are all in use") == "");
+  CHECK((*second)[1] == 2);
+  Decoder one(first), two(second), alone(small.model({.slots = 3, .capacity = 64, .chunk = 8}));
+  const auto ids_by = [&](Decoder& d, std::uint64_t seed) {
+    const auto s = taken(d.add(ids_of(9, seed), {.max_new_tokens = 6}));
+    taken(d.decode(3));
+    return s;
+  };
+  const auto a = ids_by(one, 1), b = ids_by(two, 2), c = ids_by(two, 3);
+  taken(one.decode(9));
+  taken(two.decode(9));
+  for (const auto& [d, s, seed] : {std::tuple(&one, a, 1), std::tuple(&two, b, 2), std::tuple(&two, c, 3)}) {
+    const auto expected = taken(alone.add(ids_of(9, std::uint64_t(seed)), {.max_new_tokens = 6}));
+    while (alone.active()) taken(alone.decode());
+    CHECK(taken(d->ids(s)) == taken(alone.ids(expected)));
+  }
+  const auto running = taken(one.add(ids_of(3, 4)));
+  taken(one.decode(2));
+  first->close();
+  CHECK(!first->is_open());
+  CHECK(shared->free_slots() == 1);
+  CHECK(fault_of(one.decode(), "slots: expected some of the model, got none: close() gave them back") == "");
+  CHECK(taken(one.ids(running)).size() == 2);
+  require_ok(one.drop(running));
+  CHECK(fault_of(SlotLease::create(shared, 2), "slots: expected 1 to 1, those that are free of the model's 3, got 2") ==
+        "");
+  taken(two.add(ids_of(3, 5)));
+  shared->close();
+  CHECK(!second->is_open());
+  CHECK(refusal_fault(two.decode().status(), Code::device_error, {"memory on the device was given back"}) == "");
+}
+
 TEST_CASE("What a decoder cannot take is refused, and nothing changes", "[model]") {
   const Small small;
   Decoder d = small.decoder(1);
@@ -605,7 +683,6 @@ TEST_CASE("What a decoder cannot take is refused, and nothing changes", "[model]
   CHECK(fault_of(d.ids(3), "sequence 3 is unknown or was dropped") == "");
   CHECK(d.free_slots() == 1);
   const auto s = taken(d.add(Ids{1}));
-  CHECK(fault_of(d.add(Ids{1}), "no slot is free: expected at most 1 running sequences") == "");
   CHECK(fault_of(d.logits(s), "has no logits") == "");
   taken(d.prefill());
   CHECK(taken(d.logits(s)).size() == 61);

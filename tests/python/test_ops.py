@@ -81,7 +81,7 @@ def outcomes(g):
         return {"x": x, "weight": w[f"{site}.weight"], "bias": w.get(f"{site}.bias"), **more}
 
     def cache_rows(name):
-        tap_name = f"{names.attention}.kv_append.{name}"
+        tap_name = f"{names.tap('kv_append')}.{name}"
         return tap_name, lambda _, arguments: g.appended(arguments[name]), tap[tap_name]
 
     def caches():
@@ -92,16 +92,16 @@ def outcomes(g):
         both = caches()
         for cache, name in zip(both.values(), "kv"):
             for b, n in enumerate(kv_len):
-                cache[b, :, n - g.q_len : n] = tap[f"{names.attention}.kv_append.{name}_cache"][b]
+                cache[b, :, n - g.q_len : n] = tap[f"{names.tap('kv_append')}.{name}_cache"][b]
         return both
 
     qkv = tap[names.qkv]
-    rotated = [(f"rotary_emb.{n}", nth(i), tap[f"{names.attention}.rotary_emb.{n}"]) for i, n in enumerate("qkv")]
-    attn_in, residual = tap["input_layernorm"], tap[f"{names.attention}.residual"]
-    context = tap[f"{names.attention}.context"]
+    rotated = [(f"rotary_emb.{n}", nth(i), tap[f"{names.tap('rotary_emb')}.{n}"]) for i, n in enumerate("qkv")]
+    attn_in, residual = tap["input_layernorm"], tap[names.tap("dense")]
+    context = tap[names.tap("context")]
     parallel = m.use_parallel_residual
     mlp_source = hidden if parallel else residual
-    q, k, v = (tap[f"{names.attention}.rotary_emb.{n}"] for n in "qkv")
+    q, k, v = (tap[f"{names.tap('rotary_emb')}.{n}"] for n in "qkv")
     table = {"cos": cos, "sin": sin, "positions": positions}
 
     def fused_outcomes():

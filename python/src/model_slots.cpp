@@ -1,0 +1,65 @@
+#include "python/src/model_slots.hpp"
+
+#include "core/model/slot_lengths.hpp"
+#include "python/src/arrays.hpp"
+
+namespace cf::python {
+
+ModelSlots::ModelSlots(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk,
+                       const std::string& activation)
+    : turns_(std::make_shared<Turns>()), spec_(w.config.spec()), capacity_(capacity) {
+  const std::optional<DType> dtype = dtype_from_string(activation);
+  if (!dtype) refuse("activation: expected float32 or float64, got '" + activation + "'");
+  if (w.place != Place::host)
+    refuse(std::string("weights: expected them in the memory of the host, got ") +
+           (w.place == Place::device ? "a device's" : "none: drop_values() gave it back"));
+  activation_ = *dtype;
+  const cpu_ref::Model::Options options{.slots = slots, .capacity = capacity, .chunk = chunk, .activation = *dtype};
+  std::unique_ptr<cpu_ref::Model> model = take([&]() -> Result<std::unique_ptr<cpu_ref::Model>> {
+    const WithoutGil without_gil;
+    CF_TRY(cpu_ref::Model::check_memory(w.config.name, w.config, options));
+    return cpu_ref::Model::create(w.config, w.weights, w.owner, options);
+  }());
+  const cpu_ref::ModelBytes bytes = cpu_ref::Model::bytes(w.config, options);
+  cache_bytes_ = std::int64_t(bytes.cache);
+  workspace_bytes_ = std::int64_t(bytes.workspace);
+  check_ = [this, checkpoint = w.checkpoint]() -> Status {
+    if (checkpoint) CF_TRY(checkpoint->check_files());
+    return interrupt_.check();
+  };
+  on_cpu_ = model.get();
+  lease_ = SlotLease::of_all(std::move(model));
+}
+
+ModelSlots::ModelSlots(const std::shared_ptr<SharedModel>& shared, std::int64_t slots)
+    : shared_(shared),
+      turns_(shared, &shared->turns()),
+      check_([this] { return interrupt_.check(); }),
+      lease_(take(work(*turns_, [&] { return SlotLease::create(shared->runner(), slots); }))),
+      spec_(shared->spec()),
+      activation_(shared->activation()),
+      capacity_(shared->capacity()),
+      cache_bytes_(shared->cache_bytes() / shared->slots() * slots),
+      workspace_bytes_(shared->workspace_bytes()) {}
+
+void ModelSlots::close() {
+  check(look([&] {
+    if (shared_) lease_->close();
+    return Status();
+  }));
+}
+
+bool ModelSlots::is_open() {
+  return take(look([&]() -> Result<bool> { return !shared_ || lease_->is_open(); }));
+}
+
+Result<std::vector<Run>> ModelSlots::runs_of(const ModelRunner& runner, std::span<const Run> runs) const {
+  SlotLengths lengths(slots(), spec_, capacity_);
+  for (std::int64_t slot = 0; slot < slots(); ++slot) lengths.set(slot, runner.length((*lease_)[slot]));
+  CF_TRY(lengths.check(runs));
+  std::vector<Run> theirs(runs.begin(), runs.end());
+  for (Run& r : theirs) r.sequence = (*lease_)[r.sequence];
+  return theirs;
+}
+
+}  // namespace cf::python
