@@ -127,7 +127,7 @@ OwnedLayerWeights procedural_layer(const ModelSpec& m, DType dense, std::int64_t
   OwnedLayerWeights owned;
   mark_quantised(m, linears, owned.weights);
   for_each_weight(m, owned.weights, [&](const TensorSpec& spec, auto& view, auto shape) {
-    const std::string name = "layers." + std::to_string(layer) + "." + std::string(spec.name);
+    const std::string name = names_of(m).layer(layer).substr(names_of(m).base().size()) + std::string(spec.name);
     owned.storage.push_back(make_weight({spec.role, name}, view, shape, dense, seed, linears));
   });
   return owned;

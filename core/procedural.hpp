@@ -52,8 +52,8 @@ struct OwnedModelWeights {
   std::vector<Tensor> storage;
 };
 
-/// The procedural weights of a model. A tensor's name is that of checkpoints without "gpt_neox." or "model.": the
-/// layers are those of procedural_layer(), and beside them a GPT-NeoX model has "embed_in.weight",
+/// The procedural weights of a model. A tensor's name is that of checkpoints without its base ("gpt_neox.", "model."):
+/// the layers are those of procedural_layer(), and beside them a GPT-NeoX model has "embed_in.weight",
 /// "final_layer_norm.weight", "final_layer_norm.bias" and, where the embeddings are not tied, "embed_out.weight".
 /// Joined matrices are made as they are joined.
 OwnedModelWeights procedural_model(const ModelSpec& m, DType dtype, std::uint64_t seed, WeightFormat linears = {});

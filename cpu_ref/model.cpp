@@ -119,8 +119,10 @@ Status Model::pass(std::int64_t slot, std::span<const std::int32_t> ids, std::sp
   const auto batch = std::int64_t(kv_len.size()), tokens = std::int64_t(ids.size()), q_len = tokens / batch;
   const std::int64_t entries = options_.capacity + 1;
   std::vector<std::int32_t> positions;
+  // A slot that is left out may be full: its token then has the last position again.
+  const std::int64_t last = entry_limit(spec_, entries).most - 1;
   for (std::int32_t n : kv_len)
-    for (std::int64_t i = 0; i < q_len; ++i) positions.push_back(std::int32_t(n - q_len + i));
+    for (std::int64_t i = 0; i < q_len; ++i) positions.push_back(std::int32_t(std::min(last, n - q_len + i)));
 
   ModelTensors t;
   t.ids = {ids.data(), {tokens}};
@@ -134,8 +136,10 @@ Status Model::pass(std::int64_t slot, std::span<const std::int32_t> ids, std::sp
       t.layer);
   t.layer.positions = {positions.data(), {tokens}};
   t.layer.kv_len = {kv_len.data(), {batch}};
-  t.layer.cos = {cos_.as<float>(), cos_.view<2>().shape};
-  t.layer.sin = {sin_.as<float>(), sin_.view<2>().shape};
+  if (s.rotary_dim > 0) {
+    t.layer.cos = {cos_.as<float>(), cos_.view<2>().shape};
+    t.layer.sin = {sin_.as<float>(), sin_.view<2>().shape};
+  }
   t.layer.max_kv_len = *std::max_element(kv_len.begin(), kv_len.end());
   std::vector<LayerCache> caches;
   for (std::size_t i = 0; i < k_caches_.size(); ++i)

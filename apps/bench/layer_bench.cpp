@@ -167,17 +167,19 @@ Status dump_layer(const std::string& path, golden::GoldenMeta meta, const golden
 
   // The file's RoPE table has one row for each token.
   const std::int64_t tokens = meta.load.tokens(), half = m.rotary_dim / 2;
-  Tensor cos(DType::f32, {tokens, half}), sin(DType::f32, {tokens, half});
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    const std::int64_t row = inputs.positions.as<std::int32_t>()[t] * half;
-    std::copy_n(inputs.cos.as<float>() + row, half, cos.as<float>() + t * half);
-    std::copy_n(inputs.sin.as<float>() + row, half, sin.as<float>() + t * half);
-  }
+  const auto rows_of = [&](const Tensor& table) {
+    Tensor rows(DType::f32, {tokens, half});
+    for (std::int64_t t = 0; t < tokens; ++t)
+      std::copy_n(table.as<float>() + inputs.positions.as<std::int32_t>()[t] * half, half, rows.as<float>() + t * half);
+    return rows;
+  };
   CF_TRY(writer.add_input("hidden", hidden_input(m, meta.load, meta.seed, meta.dtype)));
   CF_TRY(writer.add_input("kv_len", inputs.kv_len));
   CF_TRY(writer.add_input("positions", inputs.positions));
-  CF_TRY(writer.add_input("cos", cos));
-  CF_TRY(writer.add_input("sin", sin));
+  if (half > 0) {
+    CF_TRY(writer.add_input("cos", rows_of(inputs.cos)));
+    CF_TRY(writer.add_input("sin", rows_of(inputs.sin)));
+  }
 
   const LayerTensors tensors = inputs.tensors();
   CF_TRY(walk([&](const SiteOutput& output) {

@@ -5,6 +5,7 @@
 
 #include "apps/bench/host_probe.hpp"
 #include "apps/cli/statistics.hpp"
+#include "core/model/examples.hpp"
 #include "core/model/model.hpp"
 #include "core/ops/decode_layer.hpp"
 
@@ -49,8 +50,8 @@ double weights_read_rate(const ModelSpec& m, const ModelWeights& weights) {
 Cost pass_cost(const ModelSpec& m, const ModelWeights& w, const Workload& load, std::int64_t logit_rows,
                DType activation) {
   const DType dense = w.embed_in.dtype;
-  const std::int64_t tokens = load.tokens(), hidden = m.shape.hidden_size;
-  Cost cost = ops::Embedding::cost({tokens, m.shape.vocab_size, hidden}, activation, dense);
+  const std::int64_t hidden = m.shape.hidden_size;
+  Cost cost = ops::Embedding::cost(ops::example<ops::Embedding>(m, load).first, activation, dense);
   for (const LayerWeights& layer : w.layers) {
     ops::DecodeLayer::Dims dims{m, step_sizes(load), load.kv_len};
     dims.linears = {format_of(layer.query_key_value.weight), format_of(layer.dense.weight),

@@ -38,9 +38,10 @@ Result<std::unique_ptr<Model>> make_cpu_model(const ModelGolden& file, const gol
   const std::int64_t fed = file.meta().fed();
   const Model::Options options{.capacity = fed, .chunk = chunk, .activation = activation};
   CF_TRY(Model::check_memory(file.path(), spec, options));
+  CF_TRY_ASSIGN(std::unique_ptr<Model> model, Model::create(spec, weights.weights, weights.owner, options));
+  if (spec.shape.rotary_dim == 0) return model;
   CF_TRY_ASSIGN(const Tensor cos, file.input("cos"));
   CF_TRY_ASSIGN(const Tensor sin, file.input("sin"));
-  CF_TRY_ASSIGN(std::unique_ptr<Model> model, Model::create(spec, weights.weights, weights.owner, options));
   const std::array<std::int64_t, 2> table{fed, spec.shape.rotary_dim / 2};
   CF_TRY(model->set_rope_table({cos.as<float>(), table}, {sin.as<float>(), table}));
   return model;

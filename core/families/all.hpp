@@ -1,9 +1,11 @@
 #pragma once
 #include "core/families/family.hpp"
+#include "core/families/gpt2.hpp"
 #include "core/families/gpt_neox.hpp"
 #include "core/families/llama.hpp"
 #include "core/families/mistral.hpp"
 #include "core/families/qwen2.hpp"
+#include "core/families/qwen3.hpp"
 
 namespace cf {
 

@@ -45,7 +45,8 @@ class SiteList {
 struct ModelNames {
   std::string_view layers;  // what a layer's names begin with, before its number
   Site input_layernorm, query_key_value;
-  Site q_norm{}, k_norm{};  // of each head, before RoPE
+  Site qk_norm{};           // of each head of q and k, before RoPE
+  Site q_norm{}, k_norm{};  // its modules, which hold the weights
   Site rotary_emb, kv_append, context, dense, post_attention_layernorm, dense_h_to_4h, dense_4h_to_h;
   Site embed_in;           // from here on outside the layers, by their whole names
   Site embed_positions{};  // of learned positions
@@ -56,7 +57,7 @@ struct ModelNames {
   constexpr SiteList outside() const { return {embed_in, embed_positions, final_layer_norm, embed_out}; }
   /// The layer's sites in the order of the walk.
   constexpr SiteList sites() const {
-    return {input_layernorm, query_key_value,          q_norm,        k_norm,       rotary_emb, kv_append, context,
+    return {input_layernorm, query_key_value,          qk_norm,       rotary_emb,   kv_append, context,
             dense,           post_attention_layernorm, dense_h_to_4h, dense_4h_to_h};
   }
   /// "gpt_neox.layers.3."

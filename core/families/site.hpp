@@ -14,8 +14,7 @@ enum class SiteId : std::uint8_t {
   other,
   input_layernorm,
   query_key_value,
-  q_norm,
-  k_norm,
+  qk_norm,
   rotary_emb,
   kv_append,
   context,
@@ -30,11 +29,21 @@ enum class SiteId : std::uint8_t {
 };
 
 /// The steps' names, by their numbers.
-inline constexpr std::string_view kSiteIds[] = {
-    "other",         "input_layernorm", "query_key_value", "q_norm",          "k_norm",
-    "rotary_emb",    "kv_append",       "context",         "dense",           "post_attention_layernorm",
-    "dense_h_to_4h", "dense_4h_to_h",   "embed_in",        "embed_positions", "final_layer_norm",
-    "embed_out"};
+inline constexpr std::string_view kSiteIds[] = {"other",
+                                                "input_layernorm",
+                                                "query_key_value",
+                                                "qk_norm",
+                                                "rotary_emb",
+                                                "kv_append",
+                                                "context",
+                                                "dense",
+                                                "post_attention_layernorm",
+                                                "dense_h_to_4h",
+                                                "dense_4h_to_h",
+                                                "embed_in",
+                                                "embed_positions",
+                                                "final_layer_norm",
+                                                "embed_out"};
 static_assert(std::size(kSiteIds) == std::size_t(SiteId::embed_out) + 1);
 
 constexpr std::string_view to_string(SiteId id) { return kSiteIds[std::size_t(id)]; }

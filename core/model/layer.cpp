@@ -63,6 +63,7 @@ void LayerState::set_kv_len(std::span<const std::int32_t> lengths) {
 }
 
 void LayerState::fill_rope_table(double theta, const ops::RopeScaling& scaling) {
+  if (shape_.rotary_dim == 0) return;
   ops::rope_table({cos.as<float>(), cos.view<2>().shape}, {sin.as<float>(), sin.view<2>().shape}, theta, scaling);
 }
 

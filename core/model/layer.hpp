@@ -12,6 +12,7 @@
 #include "core/ops/kv_append.hpp"
 #include "core/ops/layernorm.hpp"
 #include "core/ops/linear.hpp"
+#include "core/ops/qk_norm.hpp"
 #include "core/ops/rmsnorm.hpp"
 #include "core/ops/rope.hpp"
 #include "core/status.hpp"
@@ -29,10 +30,11 @@ struct LayerTensors {
   ConstAnyView<2> hidden{};                 // (tokens, hidden)
   View<const std::int32_t, 1> positions{};  // (tokens)  rows of cos and sin
   View<const std::int32_t, 1> kv_len{};     // (batch)   valid entries after the append; kIdleLength where idle
-  View<const float, 2> cos{}, sin{};        // (table_rows, rotary_dim / 2)
+  View<const float, 2> cos{}, sin{};        // (table_rows, rotary_dim / 2), or empty without RoPE
   AnyView<4> k_cache{}, v_cache{};          // (batch, kv_heads, capacity, head_dim)
   AnyView<2> attn_in{};                     // (tokens, hidden)               input_layernorm
   AnyView<4> qkv{};                         // (tokens, heads, 3, head_dim), or as the qkv_layout says
+  AnyView<4> qkv_normed{};                  // the same of qk_norm, or empty where heads have no norm
   AnyView<3> q{};                           // (tokens, heads, head_dim)      attention.rotary_emb
   AnyView<3> k{}, v{};                      // (tokens, kv_heads, head_dim)   the same
   AnyView<3> context{};                     // (tokens, heads, head_dim)      attention.context
@@ -70,12 +72,16 @@ void for_each_activation(const ModelShape& s, const StepSizes& n, F&& f, T&... t
   f(TensorSpec{Role::input, "hidden"}, t.hidden..., rows);
   f(TensorSpec{Role::position, "positions"}, t.positions..., extents(tokens));
   f(TensorSpec{Role::length, "kv_len"}, t.kv_len..., extents(n.batch));
-  f(TensorSpec{Role::cosine, "cos"}, t.cos..., extents(n.table_rows, half));
-  f(TensorSpec{Role::sine, "sin"}, t.sin..., extents(n.table_rows, half));
+  if (half > 0) {
+    f(TensorSpec{Role::cosine, "cos"}, t.cos..., extents(n.table_rows, half));
+    f(TensorSpec{Role::sine, "sin"}, t.sin..., extents(n.table_rows, half));
+  }
   f(TensorSpec{Role::state, "k_cache"}, t.k_cache..., cache);
   f(TensorSpec{Role::state, "v_cache"}, t.v_cache..., cache);
   f(TensorSpec{Role::output, "attn_in"}, t.attn_in..., rows);
   f(TensorSpec{Role::output, "qkv"}, t.qkv..., s.qkv_heads().extents_of(tokens, s.head_dim));
+  if (s.head_norm)
+    f(TensorSpec{Role::output, "qkv_normed"}, t.qkv_normed..., s.qkv_heads().extents_of(tokens, s.head_dim));
   f(TensorSpec{Role::output, "q"}, t.q..., heads);
   f(TensorSpec{Role::output, "k"}, t.k..., kv_heads);
   f(TensorSpec{Role::output, "v"}, t.v..., kv_heads);
@@ -117,7 +123,7 @@ Status visit_norm(const ModelTraits& traits, const Site& site, const ConstAnyVie
 /// Where ranks share a model, each walks its own part. With a parallel residual the ranks' outputs sum up to the
 /// layer's. With a sequential residual, attn_residual must be summed over the ranks before post_attention_layernorm,
 /// and the outputs again after the MLP.
-/// Source: transformers GPTNeoXLayer.forward and LlamaDecoderLayer.forward.
+/// Source: transformers GPTNeoXLayer.forward, LlamaDecoderLayer.forward, Qwen3DecoderLayer.forward, GPT2Block.forward.
 template <class F>
 Status for_each_site(const ModelSpec& m, const LayerWeights& w, const LayerTensors& t, F&& f) {
   const ModelTraits& traits = m.traits;
@@ -141,7 +147,15 @@ Status for_each_site(const ModelSpec& m, const LayerWeights& w, const LayerTenso
 
   CF_TRY(visit_norm(traits, names.input_layernorm, t.hidden, w.input_layernorm, t.attn_in, f));
   CF_TRY(f(names.query_key_value, ops::Linear::Args{.x = t.attn_in, .linear = w.query_key_value, .y = qkv_rows}));
-  CF_TRY(f(names.rotary_emb, ops::Rope::Args{.qkv = t.qkv,
+  if (m.shape.head_norm)
+    CF_TRY(f(names.qk_norm, ops::QkNorm::Args{.qkv = t.qkv,
+                                              .q_gamma = w.q_norm.gamma,
+                                              .k_gamma = w.k_norm.gamma,
+                                              .y = t.qkv_normed,
+                                              .layout = m.shape.qkv_layout,
+                                              .kv_heads = m.shape.num_kv_heads,
+                                              .eps = traits.layer_norm_eps}));
+  CF_TRY(f(names.rotary_emb, ops::Rope::Args{.qkv = m.shape.head_norm ? t.qkv_normed : t.qkv,
                                              .cos = t.cos,
                                              .sin = t.sin,
                                              .positions = t.positions,
@@ -183,14 +197,14 @@ class LayerState {
 
   /// Sets each sequence's kv_len (after the append), its tokens' positions (the last is kv_len - 1) and max_kv_len.
   void set_kv_len(std::span<const std::int32_t> kv_len);
-  /// Fills cos and sin with the library's own table.
+  /// Fills cos and sin with the library's own table, where there is RoPE.
   void fill_rope_table(double theta, const ops::RopeScaling& scaling = {});
   /// Views of all tensors.
   LayerTensors tensors();
 
   // The tensors of LayerTensors.
   Tensor hidden, positions, kv_len, cos, sin, k_cache, v_cache;
-  Tensor attn_in, qkv, q, k, v, context, attn_residual, mlp_in, mlp_act, output;
+  Tensor attn_in, qkv, qkv_normed, q, k, v, context, attn_residual, mlp_in, mlp_act, output;
 
  private:
   ModelShape shape_;

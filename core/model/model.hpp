@@ -36,14 +36,21 @@ struct ModelTensors {
 /// A model, once: calls f(model_site, args) for the embedding, every site of every layer, the final norm and
 /// the LM head, in order, and stops at the first Status that is not ok. Without rows of logits it ends after the
 /// layers.
-///   h = embed_in[ids];  h = layer_i(h) for every i;  logits = norm(h) embed_out^T
+///   h = embed_in[ids], and with learned positions + embed_positions[positions]
+///   h = layer_i(h) for every i;  logits = norm(h) embed_out^T
 /// A padded vocabulary has as many logits as the head has rows.
-/// Source: the forward() of transformers' GPTNeoXModel and GPTNeoXForCausalLM, LlamaModel and LlamaForCausalLM.
+/// Source: the forward() of transformers' GPTNeoXModel and GPTNeoXForCausalLM, LlamaModel and LlamaForCausalLM, and
+/// GPT2Model.
 template <class F>
 Status for_each_model_site(const ModelSpec& m, const ModelWeights& w, const ModelTensors& t, F&& f) {
   const ModelNames& names = names_of(m);
   const auto outside = [&](const Site& site) { return ModelSite{.site = site, .names = &names}; };
-  CF_TRY(f(outside(names.embed_in), ops::Embedding::Args{.ids = t.ids, .table = w.embed_in, .y = t.hidden[0]}));
+  ops::Embedding::Args embedding{.ids = t.ids, .table = w.embed_in, .y = t.hidden[0]};
+  if (m.traits.positions == Positions::learned) {
+    embedding.position_table = w.embed_positions;
+    embedding.positions = t.layer.positions;
+  }
+  CF_TRY(f(outside(names.embed_in), embedding));
   for (std::size_t i = 0; i < w.layers.size(); ++i) {
     LayerTensors layer = t.layer;
     layer.hidden = t.hidden[i % 2];

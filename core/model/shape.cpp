@@ -27,7 +27,9 @@ Status check_sizes(std::initializer_list<BoundedSize> sizes) {
 }
 
 EntryLimit entry_limit(const ModelSpec& model, std::int64_t capacity) {
-  const std::int64_t window = model.traits.window;
+  const std::int64_t window = model.traits.window, positions = model.shape.max_positions;
+  if (model.traits.positions == Positions::learned && capacity > positions)
+    return {positions, "the config's max_position_embeddings"};
   if (window == 0 || capacity <= window) return {capacity, "the cache's capacity"};
   return {window, "the config's sliding_window"};
 }

@@ -23,6 +23,7 @@ struct ModelShape {
   std::int64_t rotary_dim = 0;     // leading elements of each head that RoPE rotates; even, 0 without RoPE
   std::int64_t max_positions = 0;  // of the texts that the model was made for
   ops::QkvLayout qkv_layout = ops::QkvLayout::interleaved_by_head;
+  bool head_norm = false;  // RMSNorm of each head of q and of k, before RoPE: a product of its own shape
 
   /// Columns of the attention's output: the columns of attention.dense.
   constexpr std::int64_t attention_size() const { return num_heads * head_dim; }
@@ -44,7 +45,6 @@ struct ModelTraits {
   Activation activation = Activation::gelu_erf;
   Residual residual = Residual::parallel;
   Positions positions = Positions::rope;
-  bool head_norm = false;        // RMSNorm of each head of q and of k, before RoPE
   bool qkv_bias = true;          // of the query, key and value product
   bool dense_bias = true;        // of the attention's output product
   bool mlp_bias = true;          // of the MLP's two products
@@ -69,8 +69,9 @@ struct ModelSpec {
   /// Rows of the MLP's first matrix: with SwiGLU gate and up together.
   std::int64_t mlp_rows() const { return (traits.activation == Activation::swiglu ? 2 : 1) * shape.intermediate_size; }
   /// Refuses sizes below 1 or so large that a product of them leaves 64 bits, kv heads that do not divide the heads, a
-  /// rotary_dim that is odd or beyond head_dim, or without RoPE not 0, an eps or theta that is not positive, a scaling of
-  /// RoPE whose factors are not positive or whose high_freq_factor is not above low_freq_factor, and a window below 0.
+  /// rotary_dim that is odd or beyond head_dim, or without RoPE not 0, an eps or theta that is not positive, a scaling
+  /// of RoPE whose factors are not positive or whose high_freq_factor is not above low_freq_factor, and a window below
+  /// 0.
   Status validate() const;
   /// The part of the model that rank `rank` of `ranks` holds. The parts' heads and intermediate sizes sum up to the
   /// whole's. Refuses ranks that do not divide both kinds of heads and intermediate_size.
@@ -84,8 +85,8 @@ struct EntryLimit {
   std::int64_t most;
   std::string_view name;
 };
-/// The cache's capacity, or the model's window where that is less: no query leaves a key out until a sequence is longer
-/// than the window, and attention that leaves keys out is not built.
+/// The cache's capacity, or where that is less the model's number of learned positions, or its window: no query leaves
+/// a key out until a sequence is longer than the window, and attention that leaves keys out is not built.
 EntryLimit entry_limit(const ModelSpec& model, std::int64_t capacity);
 
 /// A named size and its upper bound, for messages.

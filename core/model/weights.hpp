@@ -109,7 +109,7 @@ void for_each_weight(const ModelSpec& m, W& w, F&& f) {
   const ModelNames& n = names_of(m);
   for_each_norm_weight(n.input_layernorm, m.traits.norm, m.shape.hidden_size, w.input_layernorm, f);
   for_each_norm_weight(n.post_attention_layernorm, m.traits.norm, m.shape.hidden_size, w.post_attention_layernorm, f);
-  if (m.traits.head_norm) {
+  if (m.shape.head_norm) {
     for_each_norm_weight(n.q_norm, NormKind::rmsnorm, m.shape.head_dim, w.q_norm, f);
     for_each_norm_weight(n.k_norm, NormKind::rmsnorm, m.shape.head_dim, w.k_norm, f);
   }

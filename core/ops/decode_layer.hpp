@@ -71,6 +71,7 @@ struct DecodeLayer {
     // Gamma, and LayerNorm's beta, of two norms.
     c.bytes +=
         (d.model.traits.norm == NormKind::layernorm ? 4 : 2) * double(s.hidden_size) * double(size_bytes(weight));
+    if (s.head_norm) c.bytes += 2 * double(s.head_dim) * double(size_bytes(weight));
     std::size_t i = 0;
     for_each_linear(d.model, LayerWeights{}, [&](const Site&, const LinearParams&, const LinearSize& size) {
       c.bytes += d.linears[i++].bytes(size.out, size.in, weight);

@@ -242,6 +242,7 @@ Result<ResidentWeights> ResidentWeights::load(const Context& context, const Mode
   for_each_model_weight(spec, s.outside,
                         [&](const TensorSpec&, const auto& view, auto) { places.push_back(view.data); });
   ModelWeights source{.embed_in = model.embed_in,
+                      .embed_positions = model.embed_positions,
                       .layers = {},
                       .final_layer_norm = model.final_layer_norm,
                       .embed_out = model.embed_out};
@@ -267,6 +268,7 @@ Result<ResidentWeights> ResidentWeights::in_place(const Context& context, const 
   const LayerRange all{0, spec.shape.num_layers};
   auto state = std::make_unique<State>(context, spec, dtype, all);
   state->outside = {.embed_in = model.embed_in,
+                    .embed_positions = model.embed_positions,
                     .layers = {},
                     .final_layer_norm = model.final_layer_norm,
                     .embed_out = model.embed_out};

@@ -34,7 +34,8 @@ struct StepTensors {
         all);
     outputs[0] = all.output;
     for (AnyView<2>* v : {&hidden, &outputs[1]}) arena.place(*v, all.output.shape, activation);
-    for (View<float, 2>* v : {&cos, &sin}) arena.place(*v, extents(table_rows, shape.rotary_dim / 2), DType::f32);
+    if (shape.rotary_dim > 0)
+      for (View<float, 2>* v : {&cos, &sin}) arena.place(*v, extents(table_rows, shape.rotary_dim / 2), DType::f32);
     arena.place(scratch, extents(std::int64_t(scratch_bytes / 4)), DType::i32);
   }
 };
@@ -80,6 +81,7 @@ Result<Workspace> Workspace::create(const Context& context, const ModelSpec& mod
   state->memory = std::move(memory);
   state->lay_out(state->memory.data());
 
+  if (model.shape.rotary_dim == 0) return Workspace(std::move(state));
   Tensor cos(DType::f32, {table_rows, model.shape.rotary_dim / 2}), sin = cos.clone();
   ops::rope_table({cos.as<float>(), state->cos.shape}, {sin.as<float>(), state->sin.shape}, model.traits.rope_theta,
                   model.traits.rope_scaling);

@@ -63,7 +63,7 @@ inline PersistentModel persistent_model(const ModelSpec& m, DType dtype) {
           .norm = m.traits.norm,
           .qkv_layout = m.shape.qkv_layout,
           .dtype = dtype,
-          .head_norm = m.traits.head_norm,
+          .head_norm = m.shape.head_norm,
           .learned_positions = m.traits.positions == Positions::learned};
 }
 

@@ -167,7 +167,7 @@ LaunchMode mode_of(const Arch& arch, const LayerFacts& f, SiteId site) {
 
 RopePairs qkv_pairs(const ModelSpec& m) {
   const bool separate = m.shape.qkv_layout == ops::QkvLayout::separate;
-  const bool is_fused = separate == (m.traits.norm == NormKind::rmsnorm);  // by rms_qkv or ln_qkv
+  const bool is_fused = separate == (m.traits.norm == NormKind::rmsnorm) && !m.shape.head_norm;  // rms_qkv or ln_qkv
   if (!is_fused) return {};
   return rope_pairs(m.shape.qkv_heads(), m.shape.head_dim, m.shape.rotary_dim);
 }

@@ -95,6 +95,7 @@ Json family_json(const FamilySpec& f) {
           {"norm", f.norm == NormKind::layernorm ? "layernorm" : "rmsnorm"},
           {"positions", f.positions == Positions::rope ? "rope" : "learned"},
           {"head_norm", f.head_norm},
+          {"head_norms", f.head_norm ? Json{text(f.names.q_norm.name), text(f.names.k_norm.name)} : Json::array()},
           {"dense_bias_as_qkv", f.dense_bias_as_qkv},
           {"interleaved_by_head", f.qkv_layout == ops::QkvLayout::interleaved_by_head},
           {"activations", activations},

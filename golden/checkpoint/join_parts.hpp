@@ -1,5 +1,5 @@
 #pragma once
-// Private to the checkpoint library: a Linear from the parts that a checkpoint stores of it.
+// Private to golden: a Linear from the parts that a checkpoint stores of it.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

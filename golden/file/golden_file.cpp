@@ -8,6 +8,7 @@
 #include "core/cache_view.hpp"
 #include "core/procedural.hpp"
 #include "core/resources.hpp"
+#include "golden/checkpoint/join_parts.hpp"
 #include "golden/file/schema.hpp"
 
 namespace cf::golden {
@@ -76,8 +77,8 @@ Status check_inputs(const Hdf5Reader& file, const GoldenMeta& m) {
   std::vector<std::int32_t> positions;
   CF_TRY(
       check_integers(file, "inputs/positions", {m.load.tokens()}, 0, m.config.max_position_embeddings - 1, positions));
-  CF_TRY(expect(file, "inputs/cos", DType::f32, table_shape(m)));
-  CF_TRY(expect(file, "inputs/sin", DType::f32, table_shape(m)));
+  if (m.config.rotary_dim > 0)
+    for (const char* table : {"inputs/cos", "inputs/sin"}) CF_TRY(expect(file, table, DType::f32, table_shape(m)));
   if (m.cache == "procedural" || m.load.kv_len == m.load.q_len) return {};
   CF_TRY(expect(file, "inputs/k_cache", m.dtype, old_cache_shape(m)));
   return expect(file, "inputs/v_cache", m.dtype, old_cache_shape(m));
@@ -88,20 +89,25 @@ struct StoredWeight {
   std::vector<std::string> datasets;
   std::vector<Shape> shapes;  // of each dataset
   StoredParts parts;
+  bool transposed = false;  // the datasets are (in, rows)
 };
 
 StoredWeight stored_weight(const Hdf5Reader& file, const ModelConfig& m, std::string_view name, const Shape& shape) {
   const std::string group = "weights/", whole = group + std::string(name);
   const std::size_t dot = name.rfind('.');
   StoredWeight stored{{whole}, {shape}, {}};
-  if (file.info(whole)) return stored;
+  const bool is_whole = bool(file.info(whole));
   for_each_linear(m, LayerWeights{}, [&](const Site& site, const auto&, const LinearSize& size) {
     if (site.name != name.substr(0, dot)) return;
-    stored = {{}, {}, stored_parts(m, site, size)};
-    for (const StoredPart& part : stored.parts.parts) {
+    const StoredParts parts = stored_parts(m, site, size);
+    const bool transposed = parts.transposed && name.ends_with(".weight");
+    if (is_whole && !transposed) return;
+    stored = {{}, {}, parts, transposed};
+    for (const StoredPart& part : parts.parts) {
       stored.datasets.push_back(group + std::string(part.module) + std::string(name.substr(dot)));
       stored.shapes.push_back(shape);
       stored.shapes.back()[0] = part.rows;
+      if (transposed) stored.shapes.back() = {shape[1], part.rows};
     }
   });
   return stored;
@@ -152,14 +158,18 @@ const char* row(const Tensor& t, std::int64_t index, std::int64_t elements) {
   return static_cast<const char*>(t.data()) + std::size_t(index * elements) * size_bytes(t.dtype());
 }
 
-/// Reads a stored weight, and joins what is stored in parts.
+/// Reads a stored weight as the walk has it: joins what is stored in parts, and transposes what is stored so.
 Result<Tensor> read_stored(const Hdf5Reader& file, const GoldenMeta& m, std::string_view name, const Shape& shape) {
   const StoredWeight stored = stored_weight(file, m.config, name, shape);
-  if (stored.datasets.size() == 1) return file.read(stored.datasets[0]);
+  if (stored.datasets.size() == 1 && !stored.transposed) return file.read(stored.datasets[0]);
   Tensor joined(m.dtype, shape);
   const std::int64_t columns = joined.size() / shape[0];
   for (std::size_t part = 0; part < stored.datasets.size(); ++part) {
     CF_TRY_ASSIGN(const Tensor rows, file.read(stored.datasets[part]));
+    if (stored.transposed) {
+      checkpoint::transpose_part(stored.parts, part, rows.data(), joined.data(), columns, size_bytes(m.dtype));
+      continue;
+    }
     for (std::int64_t r = 0; r < rows.shape()[0]; ++r)
       std::memcpy(row(joined, stored.parts.place(part, r), columns), row(rows, r, columns),
                   std::size_t(columns) * size_bytes(m.dtype));
@@ -188,7 +198,7 @@ std::vector<TapDim> tap_dims(const ModelConfig& m, const Workload& load, std::st
   const auto of = [&](const Site& site, std::string_view output) {
     return tap == std::string(site.tap) + "." + std::string(output);
   };
-  if (tap == names.query_key_value.tap) {
+  if (tap == names.query_key_value.tap || (m.family().head_norm && tap == names.qk_norm.tap)) {
     const auto shape = m.spec().shape.qkv_heads().extents_of(load.tokens(), m.head_dim());
     return {token, {"head", shape[1]}, {"qkv", shape[2]}, d};
   }
@@ -299,10 +309,12 @@ Result<Tensor> GoldenFile::tap(const std::string& variant, const std::string& ta
 Status GoldenFile::load(LayerState& state) const {
   const GoldenMeta& m = impl_->meta;
   const Shape cache = state.k_cache.shape(), table = state.cos.shape();
-  const bool fits = state.hidden.shape() == Shape{m.load.tokens(), m.config.hidden_size} &&
-                    state.kv_len.size() == m.load.batch && cache.size() == 4 && cache[0] == m.load.batch &&
-                    cache[1] == m.config.kv_heads() && cache[2] >= m.load.kv_len && cache[3] == m.config.head_dim() &&
-                    table.size() == 2 && table[0] >= m.load.kv_len && table[1] == m.config.rotary_dim / 2;
+  const bool rotates = m.config.rotary_dim > 0;
+  const bool fits =
+      state.hidden.shape() == Shape{m.load.tokens(), m.config.hidden_size} && state.kv_len.size() == m.load.batch &&
+      cache.size() == 4 && cache[0] == m.load.batch && cache[1] == m.config.kv_heads() && cache[2] >= m.load.kv_len &&
+      cache[3] == m.config.head_dim() &&
+      (!rotates || (table.size() == 2 && table[0] >= m.load.kv_len && table[1] == m.config.rotary_dim / 2));
   if (!fits)
     return Status::error(Code::invalid_argument, path() + ": state: expected one made for this file's config and load");
   return guarded(path(), [&]() -> Status {
@@ -315,8 +327,10 @@ Status GoldenFile::load(LayerState& state) const {
     state.set_kv_len(m.kv_len);
     convert(hidden.data(), hidden.dtype(), state.hidden.data(), state.hidden.dtype(), hidden.size());
     std::memcpy(state.positions.data(), positions.data(), std::size_t(positions.size_bytes()));
-    CF_TRY(impl_->load_table("cos", state.cos, positions));
-    CF_TRY(impl_->load_table("sin", state.sin, positions));
+    if (rotates) {
+      CF_TRY(impl_->load_table("cos", state.cos, positions));
+      CF_TRY(impl_->load_table("sin", state.sin, positions));
+    }
     fill_cache(state.k_cache, old->first, m);
     fill_cache(state.v_cache, old->second, m);
     return {};

@@ -32,13 +32,14 @@
 //                       max_position_embeddings
 //   /inputs/positions   (tokens)            int32               below max_position_embeddings
 //   /inputs/cos, sin    (tokens, rotary_dim / 2)  float32       the producer's values; tokens at the same position have
-//                       the same row
+//                       the same row. Absent without RoPE
 //   /inputs/k_cache, v_cache  (batch, heads, max(kv_len) - q_len, head_dim)  stored dtype: the entries before the
 //                       append. The rows beyond a shorter sequence's entries are zero. Absent where
 //                       max(kv_len) = q_len. With cache = "procedural" they are absent too: they are the tensors
 //                       "k_cache" and "v_cache" of this shape, of kind activation (core/procedural.hpp)
 //   /weights/<name>     with weights = "stored", by the name below the layer that checkpoints have. What the walk
-//                       joins (q_proj, k_proj and v_proj; gate_proj and up_proj) may also be whole, by the walk's name
+//                       joins (q_proj, k_proj and v_proj; gate_proj and up_proj) may also be whole, by the walk's name.
+//                       What checkpoints store as (in, out) is so here, too
 //   /taps/<variant>/<tap>   variant "float64" is the reference; others ("float16_eager", "float16_sdpa", ...) are the
 //                       producer's arithmetic in another dtype. Group attributes: dtype, attn_implementation, device.
 //                       The taps of a site have the shapes of tap_dims(); kv_append's are appended_rows().

@@ -15,7 +15,7 @@
 //                         0 to vocab_size - 1. All but the last are fed, at the positions 0 to fed - 1:
 //                         fed = tokens - 1, at most max_position_embeddings. Row p of every dataset below is of
 //                         position p.
-//   /inputs/cos, sin      (fed, rotary_dim / 2)  float32   the producer's values
+//   /inputs/cos, sin      (fed, rotary_dim / 2)  float32   the producer's values; absent without RoPE
 //   /logits/<variant>     (fed, vocab)  the variant's dtype   row p predicts ids[p + 1]: from prompt_len - 1 on, that
 //                         is the lowest id of the largest logit in the variant "float64".
 //                         Where a file does not hold all logits, every variant is a group instead:

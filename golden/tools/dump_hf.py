@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Dumps one step of one layer, or a whole model's greedy run, from Hugging Face into a golden file: of GPT-NeoX, Llama,
-Mistral or Qwen2.
+Mistral, Qwen2, Qwen3 or GPT-2.
 
 The layer runs in float64, the reference, and in the stored dtype with eager and sdpa attention, each on the same stored
 bits. The file holds the inputs and the output of every step of the layer ("taps"), in the schema of golden_file.hpp.
@@ -283,7 +283,9 @@ def dump(args, command):
         stored = join(model.names, stored, bits)
         quantised = [name.replace("qweight", "weight") for name in stored if name.endswith(".qweight")]
     else:
-        stored = procedural.layer_weights(joined_layer_shapes(model), args.layer, args.seed, dtype)
+        stored = procedural.layer_weights(
+            joined_layer_shapes(model), args.layer, args.seed, dtype, model.names.layers.partition(".")[2]
+        )
         weights = split(model.names, stored, layer_shapes(model))
 
     progress("inputs")
@@ -301,9 +303,9 @@ def dump(args, command):
     dense = join(model.names, weights)
     dequantised = {name: dense[name].astype(np.float64) for name in quantised if args.dequantised_weights}
     variants["float64"] = (about("float64", implementations[-1], device, wide), taps | dequantised, "float64")
-    check_rope(model, step, tables["cos"], tables["sin"])
+    check_rope(model, step, **tables)
     progress("float64 numpy")
-    check_taps("float64", taps, reference_layer(model, weights, step, tables["cos"], tables["sin"]), MAX_ERROR)
+    check_taps("float64", taps, reference_layer(model, weights, step, **tables), MAX_ERROR)
     if wide:
         progress("float64 with norms in float32")
         as_it_is, _ = run_variant(model, weights, step, "float64", implementations[-1], device)
@@ -400,7 +402,7 @@ def selfcheck():
         out = os.path.join(directory, "x.h5")
         commands = [f"--preset pythia-14m --layer 5 {steps[5]} --dtype {dtype}" for dtype in procedural.DTYPES]
         commands.append("--preset pythia-14m --whole-model --layers 3 --prompt-len 2 --new-tokens 3 --dtype bfloat16")
-        for spec in [*make_checkpoints.SPECS, make_checkpoints.TIED, *make_checkpoints.LLAMA_SPECS]:
+        for spec in [*make_checkpoints.SPECS, make_checkpoints.TIED, *make_checkpoints.LLAMA_SPECS, *make_checkpoints.GPT2_SPECS]:
             path = shlex.quote(make_checkpoints.write(spec, directory, "selfcheck"))
             commands += [f"--model {path} --layer {spec.model.num_hidden_layers - 1} {s}" for s in steps]
             commands += [f"--model {path} --whole-model {r}" for r in runs]

@@ -67,7 +67,7 @@ def _names(family):
         head=name["embed_out"],
         norm_parts=("weight", "bias") if family["norm"] == "layernorm" else ("weight",),
         norms=(name["input_layernorm"], name["post_attention_layernorm"]),
-        head_norms=tuple(name[step] for step in ("q_norm", "k_norm") if step in name),
+        head_norms=tuple(family["head_norms"]),
         qkv=name["query_key_value"],
         qkv_parts=parts("query_key_value"),
         dense=name["dense"],

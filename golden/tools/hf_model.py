@@ -15,7 +15,7 @@ import procedural
 from console import Refusal, read_json_file
 from families import FAMILIES, join
 from model_config import layer_shapes, model_shapes, parse_config
-from numpy_model import Step
+from numpy_model import Step, head_norm_taps
 
 PACKAGES = ("torch", "transformers", "safetensors", "h5py")
 
@@ -143,7 +143,8 @@ def modeling(model_type=next(iter(FAMILIES))):
 
 def class_of(model, kind):
     """transformers' class of a model: its Config, Model or ForCausalLM."""
-    name = model.family["class_name"].removesuffix("ForCausalLM") + kind
+    whole = model.family["class_name"]  # GPT2LMHeadModel, LlamaForCausalLM
+    name = whole if kind == "ForCausalLM" else whole.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + kind
     if kind != "Config":
         return getattr(modeling(model.model_type), name)
     return getattr(importlib.import_module("transformers"), name)
@@ -192,18 +193,23 @@ def load(module, state, stored):
     module.load_state_dict({name: to_torch(array, stored) for name, array in state.items()}, strict=True)
 
 
-def ready(hf, dtype, implementation, device):
+def ready(hf, rotates, dtype, implementation, device):
     """The model on its device, after a check that it computes as asked."""
     import torch
 
     inv_freq = {name: buffer.dtype for name, buffer in hf.named_buffers() if name.endswith("inv_freq")}
-    if not inv_freq or any(d != torch.float32 for d in inv_freq.values()):
+    if bool(inv_freq) != rotates or any(d != torch.float32 for d in inv_freq.values()):
         raise Refusal(f"transformers: RoPE's inv_freq must be float32, got {inv_freq}")
     if any(p.dtype != getattr(torch, dtype) for p in hf.parameters()):
         raise Refusal(f"transformers: every parameter must be {dtype}")
     if hf.config._attn_implementation != implementation:
         raise Refusal(f"transformers: attention must be {implementation}, got {hf.config._attn_implementation}")
     return hf.to(device).eval().requires_grad_(False)
+
+
+def layers_of(hf, model):
+    """The layers of a model without a head."""
+    return hf.get_submodule(model.names.layers.strip(".").partition(".")[2])
 
 
 def below_base(model, name):
@@ -222,7 +228,7 @@ def build(model, state, stored, dtype, implementation, device, layers=1):
     with default_dtype(dtype):
         hf = class_of(model, "Model")(transformers_config(model, implementation))
     load(hf, state, stored)
-    return ready(hf, dtype, implementation, device)
+    return ready(hf, model.rotary_dim > 0, dtype, implementation, device)
 
 
 def random_causal(model, dtype, implementation, device="cpu"):
@@ -233,7 +239,7 @@ def random_causal(model, dtype, implementation, device="cpu"):
         hf = class_of(model, "ForCausalLM")(transformers_config(model, implementation))
     if model.tie_word_embeddings and hf.get_output_embeddings().weight is not hf.get_input_embeddings().weight:
         raise Refusal("transformers: the head of tied embeddings must be the embedding")
-    return ready(hf, dtype, implementation, device)
+    return ready(hf, model.rotary_dim > 0, dtype, implementation, device)
 
 
 def build_causal(model, weights, stored, dtype, implementation, device, made_on="cpu"):
@@ -250,11 +256,14 @@ def build_causal(model, weights, stored, dtype, implementation, device, made_on=
 
 def one_layer(model, weights, stored, dtype, implementation, device):
     """A model with one layer of these weights. Its embedding and final norm are zeros, and are not used."""
-    h = model.hidden_size
-    state = {f"layers.0.{name}": array for name, array in weights.items()}
-    state[below_base(model, f"{model.names.embedding}.weight")] = np.zeros((8, h), procedural.DTYPES[stored])
-    for part in model.names.norm_parts:
-        state[below_base(model, f"{model.names.final_norm}.{part}")] = np.zeros(h, procedural.DTYPES[stored])
+    h, names = model.hidden_size, model.names
+    state = {below_base(model, names.layer(0) + name): array for name, array in weights.items()}
+    outside = {f"{names.embedding}.weight": (8, h)}
+    if names.positions:
+        outside[f"{names.positions}.weight"] = (model.max_position_embeddings, h)
+    outside |= {f"{names.final_norm}.{part}": (h,) for part in names.norm_parts}
+    for name, shape in outside.items():
+        state[below_base(model, name)] = np.zeros(shape, procedural.DTYPES[stored])
     return build(model, state, stored, dtype, implementation, device)
 
 
@@ -309,16 +318,18 @@ class Recorder:
     def __init__(self, model, outputs, inputs):
         self.outputs, self.inputs, self.tensors, self.rope_calls = outputs, inputs, {}, 0
         self.model, self.modeling = model, modeling(model.model_type)
-        self.rope = self.modeling.apply_rotary_pos_emb
+        self.rope = getattr(self.modeling, "apply_rotary_pos_emb", None)
 
     def __enter__(self):
         self.handles = [m.register_forward_hook(self._output(name)) for name, m in self.outputs.items()]
         self.handles += [m.register_forward_pre_hook(self._input(name)) for name, m in self.inputs.items()]
-        self.modeling.apply_rotary_pos_emb = self._rope
+        if self.rope:
+            self.modeling.apply_rotary_pos_emb = self._rope
         return self
 
     def __exit__(self, *_):
-        self.modeling.apply_rotary_pos_emb = self.rope
+        if self.rope:
+            self.modeling.apply_rotary_pos_emb = self.rope
         for handle in self.handles:
             handle.remove()
 
@@ -347,7 +358,9 @@ class Recorder:
         return q_out, k_out
 
     def tables(self, model, tokens):
-        """cos and sin, (tokens, rotary_dim / 2) each."""
+        """cos and sin, (tokens, rotary_dim / 2) each; nothing without RoPE."""
+        if not model.rotary_dim:
+            return {}
         half = model.rotary_dim // 2
         for name in ("cos", "sin"):
             table = self.tensors[name]
@@ -360,8 +373,10 @@ class LayerRecorder(Recorder):
     """Records the intermediate results of a model of one layer without a head."""
 
     def __init__(self, hf, model):
-        layer, names = hf.layers[0], model.names
-        outputs = {"layer": layer, **{name: layer.get_submodule(name) for name in (*names.norms, *names.linears)}}
+        names = model.names
+        layer = layers_of(hf, model)[0]
+        modules = (*names.norms, *names.head_norms, *names.linears)
+        outputs = {"layer": layer, **{name: layer.get_submodule(name) for name in modules}}
         inputs = {
             "context": layer.get_submodule(names.dense),
             "norm_in": layer.get_submodule(names.norms[1]),
@@ -374,10 +389,16 @@ class LayerRecorder(Recorder):
         t = {name: to_numpy(tensor.to(hidden.dtype)) for name, tensor in self.tensors.items()}
         model, names, tokens = self.model, self.model.names, hidden.shape[1]
         q, k, v, qkv = model.heads_of([t[name][0] for name in names.qkv_parts])
+        normed = {}
+        if names.head_norms:
+            q, k = (t[name][0] for name in names.head_norms)
+            normed = head_norm_taps(names, q, k, v)
 
         def rotated(name, product):
             """q or k after RoPE, (tokens, heads, head_dim). Versions before 4.49 rotate only the first rotary_dim
             elements of a head; the others come from the product."""
+            if not model.rotary_dim:
+                return product
             x = t[name][0].transpose(1, 0, 2)
             return np.concatenate([x, product[:, :, x.shape[-1] :]], -1)
 
@@ -388,6 +409,7 @@ class LayerRecorder(Recorder):
         taps = {
             names.tap("input_layernorm"): t[names.norms[0]][0],
             names.tap("query_key_value"): qkv,
+            **normed,
             f"{names.tap('rotary_emb')}.q": rotated("q", q),
             f"{names.tap('rotary_emb')}.k": rotated("k", k),
             f"{names.tap('rotary_emb')}.v": v,
@@ -400,8 +422,9 @@ class LayerRecorder(Recorder):
             names.tap("dense_4h_to_h"): t["layer"][0],
             **{f"hf.{name}": t[name][0] for name in (names.dense, *names.mlp_parts, names.down)},
         }
-        if self.rope_calls != 1:
-            raise Refusal(f"transformers: expected RoPE once in a step of one layer, got {self.rope_calls} times")
+        expected = 1 if model.rotary_dim else 0
+        if self.rope_calls != expected:
+            raise Refusal(f"transformers: expected RoPE {expected} times in a layer's step, got {self.rope_calls} times")
         return taps, self.tables(model, tokens)
 
 
@@ -410,9 +433,11 @@ class ModelRecorder(Recorder):
 
     def __init__(self, hf, model):
         base, names = getattr(hf, model.names.base), model.names
-        outputs = {names.embedding_tap: hf.get_submodule(names.embedding)}
+        # Where positions are learned, the module behind both embeddings makes the tap.
+        made_by = f"{names.base}.{names.embedding_tap}" if names.positions else names.embedding
+        outputs = {names.embedding_tap: hf.get_submodule(made_by)}
         outputs[names.final_norm_tap] = hf.get_submodule(names.final_norm)
-        outputs |= {f"layers.{n}.output": layer for n, layer in enumerate(base.layers)}
+        outputs |= {f"layers.{n}.output": layer for n, layer in enumerate(layers_of(base, model))}
         super().__init__(model, outputs | {"logits": hf.get_output_embeddings()}, {})
 
     def taps(self):
@@ -455,6 +480,8 @@ def prefill_step(checkpoint, layer, q_len, kv_len, seed, device):
     model = checkpoint.model
     names = model.names
     outside = {f"{names.embedding}.weight": (model.vocab_size, model.hidden_size)}
+    if names.positions:
+        outside[f"{names.positions}.weight"] = (model.max_position_embeddings, model.hidden_size)
     outside |= {f"{names.final_norm}.{part}": (model.hidden_size,) for part in names.norm_parts}
     arrays, dtype = checkpoint.tensors(outside)
     for n in range(layer + 1):
@@ -463,7 +490,7 @@ def prefill_step(checkpoint, layer, q_len, kv_len, seed, device):
     hf = build(model, state, dtype, dtype, attention_implementations()[-1], device, layer + 1)
 
     inputs = []
-    hf.layers[layer].register_forward_pre_hook(
+    layers_of(hf, model)[layer].register_forward_pre_hook(
         lambda module, args, kwargs: inputs.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
     )
     shape = (len(kv_len), model.kv_heads, max(kv_len) - q_len, model.head_dim)

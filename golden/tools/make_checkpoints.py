@@ -102,11 +102,23 @@ LLAMA_SPECS = [
     gated("mistral-gqa4-sharded", "float16", "mistral", (32, 2, 4, 1, 128, 40), "100KB", rope_theta=1e6),
     gated("qwen2-gqa7", "float16", "qwen2", (56, 1, 7, 1, 64, 80), config_of=4, rope_theta=1e6),
     gated("llama-gqa8", "float32", "llama", (32, 1, 8, 1, 64, 48)),
+    gated("qwen3-gqa2", "bfloat16", "qwen3", (48, 2, 4, 2, 32, 64), rope_theta=1e6),
+    gated("qwen3-gqa5-tied", "float16", "qwen3", (40, 1, 5, 1, 64, 56), tie_word_embeddings=True, rope_theta=1e6),
 ]
+
+
+def learned(name, dtype, *sizes):
+    """The checkpoint of a GPT-2. The sizes are hidden, layers, heads and intermediate."""
+    return Spec(name, dtype, Model(*sizes, vocab_size=128, max_position_embeddings=320, model_type="gpt2"))
+
+
+GPT2_SPECS = [learned("gpt2-d64", "float16", 128, 2, 2, 192), learned("gpt2-d16", "bfloat16", 48, 1, 3, 80)]
+QWEN3_GPTQ_SOURCE = gated("qwen3-gptq-source", "float16", "qwen3", (32, 1, 4, 2, 32, 48))
 LLAMA_GPTQ_SOURCE = gated("llama-gptq-source", "float16", "llama", (32, 2, 4, 2, 16, 48))
 QWEN2_GPTQ_SOURCE = gated("qwen2-gptq-source", "float16", "qwen2", (32, 1, 3, 1, 32, 32))
 LLAMA_GPTQ_RECIPES = {
     "llama-gptq-desc-act": (LLAMA_GPTQ_SOURCE, Recipe(group_size=16, sym=False, desc_act=True)),
+    "qwen3-gptq-sym": (QWEN3_GPTQ_SOURCE, Recipe(group_size=16)),
     "qwen2-gptq-8bit": (QWEN2_GPTQ_SOURCE, Recipe(bits=8, group_size=-1, checkpoint_format="gptq_v2")),
 }
 
@@ -136,14 +148,15 @@ def fill(parameters, seed):
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in parameters:
         x = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-        if name.endswith("norm.weight"):
+        if x.ndim == 1 and name.endswith("weight"):  # of a norm
             x = 1 + 0.1 * x
         elif name.endswith("bias"):
             x = 0.1 * x
-        elif "embed" not in name and "lm_head" not in name:
+        elif not any(part in name for part in ("embed", "lm_head", "wte", "wpe")):
             # Attention's scores get a standard deviation of 2.
-            makes_scores = any(product in name for product in ("query_key_value", "q_proj", "k_proj", "v_proj"))
-            x = x * ((2 if makes_scores else 1) / parameter.shape[1]) ** 0.5
+            makes_scores = any(part in name for part in ("query_key_value", "q_proj", "k_proj", "v_proj", "c_attn"))
+            inputs = parameter.shape[0 if ".c_" in name else 1]  # a Conv1D's weight is (in, out)
+            x = x * ((2 if makes_scores else 1) / inputs) ** 0.5
         parameter.copy_(x)
 
 
@@ -270,7 +283,7 @@ def write_small(out, only=None):
     """Writes the checkpoints of data/checkpoints into a directory, or the one that `only` names."""
     require(*PACKAGES)
     os.makedirs(out, exist_ok=True)
-    for spec in [*SPECS, TIED, *LLAMA_SPECS]:
+    for spec in [*SPECS, TIED, *LLAMA_SPECS, *GPT2_SPECS]:
         if only in (None, spec.name):
             progress(spec.name)
             write(spec, out, COMMAND)

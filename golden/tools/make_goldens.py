@@ -47,7 +47,7 @@ def gated_dumps(name, layers, is_quantised):
         yield f"{name}-q3-kv9", f"{base} --kv-len 9 --q-len 3"
     if "scaled" in name:
         yield f"{name}-kv300-b1", f"{base} --kv-len 300 --cache procedural"
-    if name in ("llama-gqa1-biases", "mistral-gqa4-sharded", "qwen2-gqa7"):
+    if name in ("llama-gqa1-biases", "mistral-gqa4-sharded", "qwen2-gqa7", "qwen3-gqa2", "gpt2-d16"):
         yield f"{name}-stored", f"{base} --kv-len 17".replace("checkpoint ", "stored ")
 
 
@@ -61,7 +61,7 @@ def layer_dumps():
         yield f"{name}-kv17-b3", f"{base} --kv-len 17,16,8"
         # The dequantised weights are in the first file.
         yield f"{name}-q7-kv23", f"{base} --kv-len 23 --q-len 7 --no-dequantised-weights"
-    for spec in make_checkpoints.LLAMA_SPECS:
+    for spec in (*make_checkpoints.LLAMA_SPECS, *make_checkpoints.GPT2_SPECS):
         yield from gated_dumps(spec.name, spec.model.num_hidden_layers, False)
     for name, (spec, _) in make_checkpoints.LLAMA_GPTQ_RECIPES.items():
         yield from gated_dumps(name, spec.model.num_hidden_layers, True)
@@ -73,8 +73,8 @@ def layer_dumps():
 def model_dumps():
     """(file name, arguments) of the golden files of whole models: of every small checkpoint over a few positions, of
     two over all 512, and of two layers of a full-size model."""
-    dense = [spec.name for spec in (*make_checkpoints.SPECS, make_checkpoints.TIED, *make_checkpoints.LLAMA_SPECS)]
-    for name in (*dense, *make_checkpoints.GPTQ_RECIPES, *make_checkpoints.LLAMA_GPTQ_RECIPES):
+    specs = *make_checkpoints.SPECS, make_checkpoints.TIED, *make_checkpoints.LLAMA_SPECS, *make_checkpoints.GPT2_SPECS
+    for name in (*(spec.name for spec in specs), *make_checkpoints.GPTQ_RECIPES, *make_checkpoints.LLAMA_GPTQ_RECIPES):
         yield f"{name}-16", f"--whole-model --model checkpoints/{name} --prompt-len 5 --new-tokens 12"
     for name in ("neox-d80", "neox-bf16"):
         run = "--prompt-len 501 --new-tokens 12 --top 64 --taps-of none"

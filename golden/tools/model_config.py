@@ -198,7 +198,7 @@ def parse_config(text, source):
         raise Refusal(f"{source}: model_type must be one of {', '.join(FAMILIES)}, got {config.get('model_type')!r}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in family["rope_types"]:
+    if family["positions"] == "rope" and rope_type not in family["rope_types"]:
         raise Refusal(f"{source}: rope_type must be {' or '.join(family['rope_types'])}, got {rope_type!r}")
     inside = {"rope_theta": "rope_theta", "rotary_fraction": "partial_rotary_factor"}
     values = {"model_type": config["model_type"]}

@@ -78,9 +78,9 @@ def float64_run(model, weights, dtype, prompt, new_tokens, device):
         raise Refusal("float64: one pass must choose the ids of the run with a cache, got others")
     check_taps("float64 with a cache", {"logits": decoded}, {"logits": chosen}, MAX_ERROR)
     fed = len(ids) - 1
-    check_rope(model, Step(dtype, fed, [fed], None, "none"), tables["cos"], tables["sin"])
+    check_rope(model, Step(dtype, fed, [fed], None, "none"), **tables)
     progress("float64 numpy")
-    reference, logits = reference_model(model, weights, ids[:-1], tables["cos"], tables["sin"], dtype)
+    reference, logits = reference_model(model, weights, ids[:-1], tables.get("cos"), tables.get("sin"), dtype)
     check_taps("float64", taps, reference | {"logits": logits}, MAX_ERROR)
     if has_rms_norms(model):
         hf = build_causal(model, weights, dtype, "float64", implementation, device)

@@ -60,14 +60,21 @@ def rotate(x, cos, sin):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
-def reference_layer(model, weights, step, cos, sin):
+def head_norm_taps(names, q, k, v):
+    """The taps of the norms of q's and k's heads, (tokens, heads, head_dim) each; v has none."""
+    taps = {names.tap("qk_norm"): np.concatenate([q, k, v], 1)[:, :, None]}
+    return taps | {f"hf.{name}": heads for name, heads in zip(names.head_norms, (q, k))}
+
+
+def reference_layer(model, weights, step, cos=None, sin=None):
     """Every tap of the layer in float64, from the stored bits and the given cos and sin (tokens, rotary_dim / 2)."""
     names, ratio = model.names, model.num_attention_heads // model.kv_heads
     x = procedural.widen(step.hidden, step.dtype)
     tokens = len(x)
 
     def linear(name, y):
-        product = y @ procedural.widen(weights[name + ".weight"], step.dtype).T
+        weight = procedural.widen(weights[name + ".weight"], step.dtype)
+        product = y @ (weight if name in names.transposed else weight.T)
         bias = weights.get(name + ".bias")
         return product if bias is None else product + procedural.widen(bias, step.dtype)
 
@@ -76,7 +83,13 @@ def reference_layer(model, weights, step, cos, sin):
 
     attn_in = norm(names.norms[0], x)
     q, k, v, qkv = model.heads_of([linear(name, attn_in) for name in names.qkv_parts])
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    normed = {}
+    if names.head_norms:
+        q, k = (model.norm(heads, procedural.widen(weights[f"{name}.weight"], step.dtype))
+                for name, heads in zip(names.head_norms, (q, k)))
+        normed = head_norm_taps(names, q, k, v)
+    if model.rotary_dim:
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     context = np.empty_like(q)
     for b in range(len(step.kv_len)):
         rows = slice(b * step.q_len, (b + 1) * step.q_len)
@@ -102,6 +115,7 @@ def reference_layer(model, weights, step, cos, sin):
     return {
         names.tap("input_layernorm"): attn_in,
         names.tap("query_key_value"): qkv,
+        **normed,
         **{f"{names.tap('rotary_emb')}.{name}": made for name, made in (("q", q), ("k", k), ("v", v))},
         **{f"{names.tap('kv_append')}.{name}_cache": appended(made) for name, made in (("k", k), ("v", v))},
         names.tap("context"): context,
@@ -121,6 +135,8 @@ def reference_model(model, weights, ids, cos, sin, dtype):
     names = model.names
     no_entries = np.zeros((1, model.kv_heads, 0, model.head_dim), np.float64)
     x = procedural.widen(weights[f"{names.embedding}.weight"][ids], dtype)
+    if names.positions:
+        x = x + procedural.widen(weights[f"{names.positions}.weight"][: len(ids)], dtype)
     taps = {names.embedding_tap: x}
     for n in range(model.num_hidden_layers):
         layer = {name: weights[names.layer(n) + name] for name in layer_shapes(model)}
@@ -164,8 +180,10 @@ def check_taps(variant, taps, reference, limit):
             )
 
 
-def check_rope(model, step, cos, sin):
+def check_rope(model, step, cos=None, sin=None):
     """Refuses cos and sin that do not come from float32 angles. Those of a 16-bit inv_freq are far beyond the bound."""
+    if not model.rotary_dim:
+        return
     position = step.all_positions()[:, None].astype(np.float64)
     angle = position * model.inverse_frequencies()
     for name, got, expected in (("cos", cos, np.cos(angle)), ("sin", sin, np.sin(angle))):

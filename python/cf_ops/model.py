@@ -647,7 +647,7 @@ def load(
     such as "EleutherAI/pythia-70m", and the package huggingface_hub downloads what its cache does not have. Without it
     nothing is ever downloaded.
 
-    Where Mistral's or Qwen2's config has a sliding_window, a sequence may have so many positions: within it every key is
+    Where the config of Mistral, Qwen2 or Qwen3 has a sliding_window, a sequence may have so many positions: within it every key is
     seen. :attr:`Model.notes` says what of the config does not count and which weights were cast.
 
     device: "cpu", or "cuda" or "cuda:1" for a GPU. A GPU gets a copy of the weights and a cache of `slots` (1) sequences

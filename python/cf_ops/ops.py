@@ -141,6 +141,14 @@ class LayerOutputs(NamedTuple):
     mlp_in: Any
     mlp_act: Any
     output: Any
+    qkv_normed: Any = None  # where q's and k's heads have a norm
+
+    @classmethod
+    def of(cls, made: Sequence[Any]) -> LayerOutputs:
+        """Those of a call, in the order of the contract."""
+        attn_in, qkv, *others = made
+        qkv_normed = others.pop(0) if len(made) == len(cls._fields) else None
+        return cls(attn_in, qkv, *others, qkv_normed=qkv_normed)
 
 
 class _Contract(NamedTuple):
@@ -809,7 +817,7 @@ def decode_layer(
     given, numbers = (hidden, positions, kv_len, cos, sin, k_cache, v_cache, weights), (max_kv_len,)
     made = _DECODE_LAYER.run(given, text, numbers)
     if made is not None:
-        return LayerOutputs(*made)
+        return LayerOutputs.of(made)
     activations: _Tensors = {
         "hidden": hidden,
         "positions": positions,
@@ -823,7 +831,7 @@ def decode_layer(
         raise ValueError(f"decode_layer: weights has '{name}', expected Hugging Face's names of weights alone")
     call = _call("decode_layer", hidden, {**activations, **weights}, config=text)
     call.scalars["max_kv_len"] = k_cache.shape[2] if max_kv_len is None else max_kv_len
-    return LayerOutputs(*call.run(like=_Like(_DECODE_LAYER, given, text, numbers)))
+    return LayerOutputs.of(call.run(like=_Like(_DECODE_LAYER, given, text, numbers)))
 
 
 def run_known_rows(given: tuple[Any, ...], eps: float) -> Any:

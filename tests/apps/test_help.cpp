@@ -135,7 +135,7 @@ TEST_CASE("bash completes commands, options and values", "[completion]") {
   CHECK(completed({"cf-model", "ge"}) == Words{"generate"});
   CHECK(completed({"cf-model", "generate", "--pr"}) == Words{"--preset", "--prompt-ids", "--prompt"});
   CHECK(completed({"cf-model", "info", "--preset", "pythia-2"}) == Words{"pythia-2.8b"});
-  CHECK(completed({"cf-model", "info", "--preset", "=", "qwen"}) == Words{"qwen2.5-7b"});
+  CHECK(completed({"cf-model", "info", "--preset", "=", "qwen2"}) == Words{"qwen2.5-7b"});
   CHECK(completed({"cf-model", "info", "--backend", "="}) == Words{"cpu", "cuda"});
   CHECK(completed({"cf-model", "eval", "--feed", "t"}) == Words{"token"});
   CHECK(completed({"cf-layer", "--device", ""}) == Words{"cpu", "cuda"});

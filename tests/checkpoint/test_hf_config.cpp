@@ -256,6 +256,65 @@ TEST_CASE("config: absent fields have transformers' defaults of each type") {
   CHECK(m->head_dim() == 10);
 }
 
+// As transformers writes GPT-2's, and as the published file has it: without n_inner.
+const std::string kGpt2 = R"({
+  "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+  "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+  "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+  "resid_pdrop": 0.1, "summary_type": "cls_index", "vocab_size": 50257})";
+
+TEST_CASE("config: GPT-2's in its own names") {
+  ModelConfig m = *parse(kGpt2);
+  ModelConfig preset = *find_preset("gpt2");
+  preset.name = "";
+  preset.dtype = DType::f32;
+  CHECK(differences(m, preset) == Names{});
+  CHECK(m.validate());
+  CHECK(m.tie_word_embeddings);
+  CHECK(m.intermediate_size == 3072);
+  CHECK(m.hidden_act == Activation::gelu_tanh);
+  CHECK(m.spec().traits.positions == Positions::learned);
+  CHECK(parse(replaced(kGpt2, "\"n_head\"", "\"n_inner\":null,\"n_head\""))->intermediate_size == 3072);
+  m = *parse(
+      replaced(kGpt2, "\"n_head\"", "\"n_inner\":100,\"dtype\":\"bfloat16\",\"tie_word_embeddings\":false,\"n_head\""));
+  CHECK(m.intermediate_size == 100);
+  CHECK(m.dtype == DType::bf16);
+  CHECK_FALSE(m.tie_word_embeddings);
+  CHECK(to_hf_json(*parse(to_hf_json(m))) == to_hf_json(m));
+  for (const auto& [field, part] :
+       {std::pair{"\"scale_attn_weights\":false", "'scale_attn_weights' is false, expected true"},
+        {"\"scale_attn_by_inverse_layer_idx\":true", "'scale_attn_by_inverse_layer_idx' is true"},
+        {"\"reorder_and_upcast_attn\":true", "'reorder_and_upcast_attn' is true"},
+        {"\"add_cross_attention\":true", "'add_cross_attention' is true"},
+        {"\"activation_function\":\"relu\"", "'activation_function' is 'relu'"}}) {
+    const std::string text = replaced(replaced(kGpt2, "\"activation_function\": \"gelu_new\", ", ""), "\"n_ctx\"",
+                                      std::string(field) + ",\"n_ctx\"");
+    CAPTURE(text);
+    const auto refused = parse_hf_config(text, std::string(kPath));
+    REQUIRE_FALSE(refused);
+    CHECK(refused.status().message().find(part) != std::string::npos);
+  }
+  const auto missing = parse_hf_config(replaced(kGpt2, "\"n_embd\": 768, ", ""), std::string(kPath));
+  REQUIRE_FALSE(missing);
+  CHECK(missing.status().message().find("'n_embd' is missing") != std::string::npos);
+}
+
+TEST_CASE("config: Qwen3's heads have a norm and a size of their own") {
+  const std::string text = minimal_of("qwen3", R"(,"num_key_value_heads":2)");
+  ModelConfig m = *parse(text);
+  CHECK(m.validate());
+  CHECK(m.head_dim() == 128);
+  CHECK(m.rotary_dim == 128);
+  CHECK(m.spec().shape.head_norm);
+  CHECK_FALSE(m.attention_bias);
+  CHECK(m.max_position_embeddings == 32768);
+  CHECK(parse(minimal_of("qwen3", R"(,"num_key_value_heads":2,"head_dim":64)"))->head_dim() == 64);
+  CHECK(parse(minimal_of("qwen3", R"(,"num_key_value_heads":2,"attention_bias":true)"))->spec().traits.dense_bias);
+  CHECK(to_hf_json(*parse(to_hf_json(m))) == to_hf_json(m));
+  m = *find_preset("qwen3-4b");
+  CHECK(to_hf_json(*parse(to_hf_json(m))) == to_hf_json(m));
+}
+
 TEST_CASE("config: a window is the most positions of a sequence, where the type has one") {
   const auto window = [](const std::string& type, const std::string& more) {
     const auto m = parse(minimal_of(type, R"(,"num_key_value_heads":4)" + more));
@@ -402,7 +461,7 @@ TEST_CASE("config: what is no config") {
       {std::string(100'000, '['), {"nested deeper"}},
       {with("hidden_size", "320"), {"duplicate name 'hidden_size'"}},
       {"{}", {"'model_type' is missing", "expected a string"}},
-      {size("gpt_neox", "gemma"), {"'model_type' is 'gemma'", "expected 'gpt_neox', 'llama', 'mistral' or 'qwen2'"}},
+      {size("gpt_neox", "gemma"), {"'model_type' is 'gemma'", "expected one of 'gpt_neox', 'llama'"}},
       {size("\"gpt_neox\"", "5"), {"'model_type' is 5", "expected a string"}},
       {size("\"hidden_size\":320,", ""), {"'hidden_size' is missing", "integer"}},
       {size("\"num_hidden_layers\":2,", ""), {"'num_hidden_layers' is missing"}},

@@ -104,9 +104,17 @@ TEST_CASE("Pythia presets have the published numbers of parameters", "[config]")
 
 TEST_CASE("Presets beside Pythia's have the published numbers of parameters", "[config]") {
   // llama-2.8b-shape is published nowhere: its parameters are counted by hand.
-  const std::pair<const char*, std::int64_t> published[] = {
-      {"llama-2-7b", 6738415616},   {"llama-3.2-1b", 1235814400},     {"llama-3.2-3b", 3212749824},
-      {"llama-3.1-8b", 8030261248}, {"llama-2.8b-shape", 2779548160}, {"qwen2.5-7b", 7615616512}};
+  const std::pair<const char*, std::int64_t> published[] = {{"llama-2-7b", 6738415616},
+                                                            {"llama-3.2-1b", 1235814400},
+                                                            {"llama-3.2-3b", 3212749824},
+                                                            {"llama-3.1-8b", 8030261248},
+                                                            {"llama-2.8b-shape", 2779548160},
+                                                            {"qwen2.5-7b", 7615616512},
+                                                            {"qwen3-0.6b", 596049920},
+                                                            {"qwen3-1.7b", 1720574976},
+                                                            {"qwen3-4b", 4022468096},
+                                                            {"qwen3-8b", 8190735360},
+                                                            {"gpt2", 124439808}};
   REQUIRE(presets().size() == pythia_presets().size() + std::size(published) + 1);  // and GPT-NeoX-20B
   for (const auto& [name, parameters] : published) {
     CAPTURE(name);
@@ -116,11 +124,14 @@ TEST_CASE("Presets beside Pythia's have the published numbers of parameters", "[
     CHECK(m->validate());
     const ModelSpec s = m->spec();
     CHECK(check_model(s));
-    CHECK(s.traits.norm == NormKind::rmsnorm);
+    const bool gpt2 = m->model_type == ModelType::gpt2;
+    CHECK(s.traits.norm == (gpt2 ? NormKind::layernorm : NormKind::rmsnorm));
     CHECK(s.traits.residual == Residual::sequential);
-    CHECK(s.shape.rotary_dim == s.shape.head_dim);
-    CHECK(s.traits.qkv_bias == (m->model_type == ModelType::qwen2));
-    CHECK_FALSE(s.traits.dense_bias);
+    CHECK(s.traits.positions == (gpt2 ? Positions::learned : Positions::rope));
+    CHECK(s.shape.rotary_dim == (gpt2 ? 0 : s.shape.head_dim));
+    CHECK(s.shape.head_norm == (m->model_type == ModelType::qwen3));
+    CHECK(s.traits.qkv_bias == (gpt2 || m->model_type == ModelType::qwen2));
+    CHECK(s.traits.dense_bias == gpt2);
   }
 }
 

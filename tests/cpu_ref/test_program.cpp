@@ -38,14 +38,14 @@ const std::vector<Pass>& passes() {
        [](Program p, const Wanted& wanted) {
          return with_rms_qkv(with_rope_append(with_rms_linear(std::move(p), wanted), wanted), wanted);
        },
-       [](const ModelSpec& m) { return is_rms(m) ? 4 - m.traits.head_norm : 1; }},
+       [](const ModelSpec& m) { return is_rms(m) ? 4 - m.shape.head_norm : 1; }},
       {"all of them",
        [](Program p, const Wanted& wanted) {
          p = with_rms_linear(with_linear_sum(with_ln_qkv(std::move(p), wanted), wanted), wanted);
          return with_rms_qkv(with_rope_append(std::move(p), wanted), wanted);
        },
        [](const ModelSpec& m) {
-         if (is_rms(m)) return 4 - m.traits.head_norm;
+         if (is_rms(m)) return 4 - m.shape.head_norm;
          return is_interleaved(m) ? 3 + is_parallel(m) : 1;
        }}};
   return all;

@@ -141,6 +141,8 @@ std::pair<std::int64_t, std::int64_t> range_of(const Step& s, const Arch& arch, 
   for (const LayerWeights& w : s.weights.layers) {
     expect_norm(w.input_layernorm);
     expect_norm(w.post_attention_layernorm);
+    for (const NormParams& n : {w.q_norm, w.k_norm})
+      if (n.gamma) expect_norm(n);
     for_each_linear(s.spec, w, [&](const Site&, const LinearParams& l, const LinearSize& size) {
       if (const auto* packed = std::get_if<PackedWeight>(&l.weight))
         expect(packed->data);
@@ -189,9 +191,11 @@ TEST_CASE("a step on a GPU reads each weight once for all slots, or once for all
                 const auto [least, most] = range_of(step, arch, graph, library);
                 CHECK(least == 1);  // the norms'
                 // Hopper's tensor cores and cuBLASLt take all slots: of dense weights of 16 bits from 9 on. Hopper's
-                // take all of quantised ones from 17 on.
+                // take all of quantised ones from 17 on. Neither takes an LM head of an odd number of rows, as GPT-2's.
+                const bool odd_head = m.vocab_size % 8 != 0 && on_hopper && !library;
                 const bool takes_all = (library || on_hopper) && format.bits == 0 && dtype != DType::f32;
-                CHECK(most == (takes_all ? 1 : (slots + a_launch - 1) / a_launch));
+                const std::int64_t by_tiles = takes_all ? 1 : (slots + a_launch - 1) / a_launch;
+                CHECK(most == (odd_head ? std::max(by_tiles, (slots + 15) / 16) : by_tiles));
               }
           }
         }

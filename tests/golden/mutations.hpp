@@ -25,6 +25,7 @@ struct Fault {
   std::function<bool(const ModelConfig&)> concerns{};  // the models that can show it; all where it is empty
   std::function<void(ModelConfig&, LayerWeights&, LayerState&, Scratch&)> before{};
   std::function<void(GptqWeight&, Scratch&)> gptq{};
+  std::function<void(ops::QkNorm::Args&, Scratch&)> qk_norm{};
   std::function<void(ops::Rope::Args&, Scratch&)> rope{};
   std::function<void(ops::KvAppend::Args&, Scratch&)> kv_append{};
   std::function<void(ops::Attention::Args&, Scratch&)> attention{};
@@ -33,6 +34,9 @@ struct Fault {
   void apply(ops::Linear::Args& a, Scratch& t) const {
     auto* const weight = std::get_if<GptqWeight>(&a.linear.weight);
     if (gptq && weight) gptq(*weight, t);
+  }
+  void apply(ops::QkNorm::Args& a, Scratch& t) const {
+    if (qk_norm) qk_norm(a, t);
   }
   void apply(ops::Rope::Args& a, Scratch& t) const {
     if (rope) rope(a, t);
@@ -126,6 +130,44 @@ inline ConstAnyView<4> paired_elements(const ops::Rope::Args& a, Fault::Scratch&
   return scratch.back().view<4>();
 }
 
+/// Keeps what a norm of heads starts from in float32, for a fault of what comes after it: the product, q's gain, k's.
+inline void keep_unnormed(const ops::QkNorm::Args& a, Fault::Scratch& scratch) {
+  Tensor qkv(DType::f32, Shape(a.qkv.shape.begin(), a.qkv.shape.end()));
+  std::copy_n(a.qkv.as<const float>().data, qkv.size(), qkv.as<float>());
+  scratch.push_back(std::move(qkv));
+  for (const ConstAnyView<1>& gamma : {a.q_gamma, a.k_gamma}) {
+    Tensor gain(DType::f32, {gamma.size()});
+    convert(gamma.data, gamma.dtype, gain.data(), DType::f32, gamma.size());
+    scratch.push_back(std::move(gain));
+  }
+}
+
+/// The product that RoPE must be given so that it makes what it would make of heads without gains, each then times its
+/// gain: a norm after RoPE, as a rotation keeps the mean of squares. `scratch` holds what keep_unnormed() kept.
+inline ConstAnyView<4> normed_after_rope(const ops::Rope::Args& a, Fault::Scratch& scratch) {
+  const auto d = ops::Rope::dims(a);
+  const std::int64_t heads = d.heads + 2 * d.kv_heads, half = d.rotary_dim / 2;
+  Tensor t = scratch[0].clone();
+  for (std::int64_t row = 0; row < d.tokens * heads; ++row) {
+    const std::int64_t head = row % heads, position = a.positions.data[row / heads] * half;
+    if (head >= d.heads + d.kv_heads) continue;
+    const float* gamma = scratch[head < d.heads ? 1 : 2].as<float>();
+    float* x = t.as<float>() + row * d.head_dim;
+    double squares = 0;
+    for (std::int64_t i = 0; i < d.head_dim; ++i) squares += double(x[i]) * double(x[i]);
+    const double scale = 1 / std::sqrt(squares / double(d.head_dim));
+    for (std::int64_t i = 0; i < half; ++i) {
+      const double cos = a.cos.data[position + i], sin = a.sin.data[position + i];
+      const double p = (x[i] * cos - x[i + half] * sin) * gamma[i] * scale,
+                   q = (x[i + half] * cos + x[i] * sin) * gamma[i + half] * scale;
+      x[i] = float(p * cos + q * sin);
+      x[i + half] = float(q * cos - p * sin);
+    }
+  }
+  scratch.push_back(std::move(t));
+  return scratch.back().view<4>();
+}
+
 /// The same Linear with each pair of rows exchanged.
 inline void exchange_rows(LinearParams& linear, Fault::Scratch& scratch) {
   const ConstAnyView<2> w = std::get<DenseWeight>(linear.weight).weight;
@@ -164,7 +206,8 @@ inline std::vector<Fault> faults() {
   all.reserve(64);  // references stay valid
   const auto add = [&](std::string name) -> Fault& { return all.emplace_back(Fault{.name = std::move(name)}); };
   const auto is_neox = [](const ModelConfig& m) { return m.model_type == ModelType::gpt_neox; };
-  const auto is_llama = [](const ModelConfig& m) { return m.model_type != ModelType::gpt_neox; };
+  const auto is_gated = [](const ModelConfig& m) { return m.hidden_act == Activation::swiglu; };
+  const auto rotates = [](const ModelConfig& m) { return m.rotary_dim > 0; };
   add("the oldest cache entry is dropped").before = [](ModelConfig&, LayerWeights&, LayerState& s, Fault::Scratch&) {
     drop_oldest(s.k_cache);
     drop_oldest(s.v_cache);
@@ -191,9 +234,9 @@ inline std::vector<Fault> faults() {
     a.k_cache = next_heads(a.k_cache, s);
     a.v_cache = next_heads(a.v_cache, s);
   };
-  add("positions are one too high").before = [](ModelConfig&, LayerWeights&, LayerState& s, Fault::Scratch&) {
-    add_to(s.positions, 1);
-  };
+  Fault& position = add("positions are one too high");
+  position.concerns = rotates;
+  position.before = [](ModelConfig&, LayerWeights&, LayerState& s, Fault::Scratch&) { add_to(s.positions, 1); };
   Fault& order = add("QKV is read as if q, k and v were not interleaved");
   order.concerns = is_neox;
   order.rope = [](ops::Rope::Args& a, Fault::Scratch& s) {
@@ -209,10 +252,10 @@ inline std::vector<Fault> faults() {
     a.qkv = s.back().view<4>();
   };
   Fault& pairs = add("the elements of q and k are in the order of pairs");
-  pairs.concerns = is_llama;
+  pairs.concerns = is_gated;
   pairs.rope = [](ops::Rope::Args& a, Fault::Scratch& s) { a.qkv = paired_elements(a, s); };
   Fault& exchanged = add("gate and up are exchanged");
-  exchanged.concerns = is_llama;
+  exchanged.concerns = is_gated;
   exchanged.dense = true;
   exchanged.before = [](ModelConfig&, LayerWeights& w, LayerState&, Fault::Scratch& t) {
     exchange_rows(w.dense_h_to_4h, t);
@@ -225,7 +268,7 @@ inline std::vector<Fault> faults() {
   // Changes a norm by eps / sqrt(mean of squares) instead of eps / (2 mean): about eps, for the smaller ones below the
   // budget.
   Fault& root = add("RMSNorm's eps is outside the root");
-  root.concerns = is_llama;
+  root.concerns = is_gated;
   root.everywhere = false;
   root.fine = true;
   root.rmsnorm = take_eps_out_of_root;
@@ -239,10 +282,26 @@ inline std::vector<Fault> faults() {
   dense_bias.before = [](ModelConfig&, LayerWeights& w, LayerState&, Fault::Scratch& t) { zero_bias(w.dense, t); };
   Fault& gelu = add("GELU is the tanh form");
   gelu.fine = true;
-  gelu.concerns = is_neox;
+  gelu.concerns = [](const ModelConfig& m) { return m.hidden_act == Activation::gelu_erf; };
   gelu.before = [](ModelConfig& m, LayerWeights&, LayerState&, Fault::Scratch&) {
     m.hidden_act = Activation::gelu_tanh;
   };
+  Fault& erf = add("GELU is the erf form");
+  erf.fine = true;
+  erf.concerns = [](const ModelConfig& m) { return m.hidden_act == Activation::gelu_tanh; };
+  erf.before = [](ModelConfig& m, LayerWeights&, LayerState&, Fault::Scratch&) { m.hidden_act = Activation::gelu_erf; };
+  const auto has_head_norms = [](const ModelConfig& m) { return m.family().head_norm; };
+  Fault& unnormed = add("the heads of q and k have no norm");
+  unnormed.concerns = has_head_norms;
+  unnormed.qk_norm = [](ops::QkNorm::Args& a, Fault::Scratch& s) { keep_unnormed(a, s); };
+  unnormed.rope = [](ops::Rope::Args& a, Fault::Scratch& s) { a.qkv = s.front().view<4>(); };
+  Fault& late = add("the heads of q and k have their norm after RoPE");
+  late.concerns = has_head_norms;
+  late.qk_norm = unnormed.qk_norm;
+  late.rope = [](ops::Rope::Args& a, Fault::Scratch& s) { a.qkv = normed_after_rope(a, s); };
+  Fault& gains = add("the gains of q's and of k's heads are exchanged");
+  gains.concerns = has_head_norms;
+  gains.qk_norm = [](ops::QkNorm::Args& a, Fault::Scratch&) { std::swap(a.q_gamma, a.k_gamma); };
   // Changes a norm by 4.5e-6 / variance: below the budget of 2e-6 where the hidden state's variance is above 2.
   Fault& eps = add("eps is 1e-6");
   eps.everywhere = false;
@@ -255,13 +314,14 @@ inline std::vector<Fault> faults() {
     std::swap(w.input_layernorm, w.post_attention_layernorm);
   };
   Fault& table = add("cos and sin are float16");
+  table.concerns = rotates;
   table.fine = true;
   table.before = [](ModelConfig&, LayerWeights&, LayerState& s, Fault::Scratch&) {
     round_to_f16(s.cos);
     round_to_f16(s.sin);
   };
   Fault& exponent = add("RoPE's exponent is over head_dim");
-  exponent.concerns = [](const ModelConfig& m) { return m.rotary_dim < m.head_dim(); };
+  exponent.concerns = [](const ModelConfig& m) { return m.rotary_dim > 0 && m.rotary_dim < m.head_dim(); };
   exponent.before = [](ModelConfig& m, LayerWeights&, LayerState& s, Fault::Scratch&) {
     s.fill_rope_table(std::pow(m.rope_theta, double(m.rotary_dim) / double(m.head_dim())));
   };

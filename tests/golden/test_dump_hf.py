@@ -201,6 +201,11 @@ class Config(unittest.TestCase):
             "llama-3.1-8b": 8030261248,
             "llama-2.8b-shape": 2779548160,  # published nowhere: counted by hand
             "qwen2.5-7b": 7615616512,
+            "qwen3-0.6b": 596049920,
+            "qwen3-1.7b": 1720574976,
+            "qwen3-4b": 4022468096,
+            "qwen3-8b": 8190735360,
+            "gpt2": 124439808,
         }
         for name, parameters in published.items():
             shapes = model_config.model_shapes(model_config.PRESETS[name])
@@ -215,7 +220,7 @@ class Config(unittest.TestCase):
 
     def test_refusals(self):
         for change, words in [
-            ({"model_type": "gemma"}, "model_type must be one of gpt_neox, llama, mistral, qwen2, got 'gemma'"),
+            ({"model_type": "gemma"}, "model_type must be one of gpt_neox, llama, mistral, qwen2, qwen3, gpt2, got 'gemma'"),
             ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be default, got 'linear'"),
             ({"hidden_act": "relu"}, "hidden_act must be one of gelu, "),
             ({"num_attention_heads": 3}, "num_attention_heads must divide hidden_size 32, got 3"),

@@ -427,7 +427,7 @@ TEST_CASE("every golden file of a whole model in data is read, and its weights a
     REQUIRE(weights);
     CHECK(std::holds_alternative<DenseWeight>(weights->weights.embed_out.weight));
 
-    // The embedding's tap is the rows that the ids name.
+    // The embedding's tap is the rows that the ids name, and with learned positions the sum with theirs.
     const Tensor ids = *file->ids();
     const std::int64_t hidden = file->meta().config.hidden_size;
     for (const golden::VariantInfo& v : file->variants()) {
@@ -437,9 +437,15 @@ TEST_CASE("every golden file of a whole model in data is read, and its weights a
       REQUIRE(tap_read);
       const Tensor& tap = *tap_read;
       std::int64_t other = 0;
-      for (std::int64_t i = 0; i < tap.size(); ++i)
-        other += tap.at(i) != load_element(weights->weights.embed_in.data, weights->dtype,
-                                           ids.as<std::int32_t>()[i / hidden] * hidden + i % hidden);
+      for (std::int64_t i = 0; i < tap.size(); ++i) {
+        Tensor expected(DType::f64, {1}), rounded(tap.dtype(), {1});
+        *expected.as<double>() = load_element(weights->weights.embed_in.data, weights->dtype,
+                                              ids.as<std::int32_t>()[i / hidden] * hidden + i % hidden);
+        if (const ConstAnyView<2>& table = weights->weights.embed_positions)
+          *expected.as<double>() += load_element(table.data, weights->dtype, i);
+        convert(expected.data(), DType::f64, rounded.data(), tap.dtype(), 1);
+        other += tap.at(i) != rounded.at(0);
+      }
       CHECK(other == 0);
     }
   }

@@ -16,6 +16,8 @@ gpu = pytest.mark.skipif(not cf_ops.cuda_available(), reason="there is no GPU th
 
 # All whose weights are of 16 bits, or quantised to fewer.
 CHECKPOINTS = [
+    "gpt2-d16",
+    "gpt2-d64",
     "llama-gptq-desc-act",
     "llama-gqa1-biases",
     "llama-gqa3-scaled",
@@ -34,6 +36,9 @@ CHECKPOINTS = [
     "neox-tied",
     "qwen2-gptq-8bit",
     "qwen2-gqa7",
+    "qwen3-gptq-sym",
+    "qwen3-gqa2",
+    "qwen3-gqa5-tied",
     "stdlib-4m",
     "stdlib-4m-gptq",
     "stdlib-llama-2m",

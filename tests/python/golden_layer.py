@@ -99,7 +99,9 @@ class GoldenLayer:
         return weights
 
     def table(self):
-        """cos and sin with the file's rows at the tokens' positions, NaN in all others."""
+        """cos and sin with the file's rows at the tokens' positions, NaN in all others; None without RoPE."""
+        if not self.model.rotary_dim:
+            return None, None
         positions = self.inputs["positions"]
         tables = []
         for name in ("cos", "sin"):

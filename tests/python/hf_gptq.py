@@ -10,7 +10,7 @@ from conftest import read_safetensors
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 CHECKPOINTS = [f"neox-gptq-{kind}" for kind in ("8bit", "asym", "desc-act", "mixed", "sym", "v2")]
-CHECKPOINTS += ["llama-gptq-desc-act", "qwen2-gptq-8bit"]
+CHECKPOINTS += ["llama-gptq-desc-act", "qwen2-gptq-8bit", "qwen3-gptq-sym"]
 
 
 class QuantLinear(torch.nn.Module):

@@ -7,6 +7,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is missing")
 transformers = pytest.importorskip("transformers", reason="transformers is missing")
 
+from transformers.pytorch_utils import Conv1D
+
 from cf_ops import _core
 
 # The models are so small that threads would only wait for each other.
@@ -27,7 +29,8 @@ VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 CACHE = "cache" if VERSION >= (5, 24) else "past_key_values"
 # Models whose q, k and v, and whose gate and up, the library joins.
 JOINED = ["llama-gqa1-biases", "llama-gqa3-scaled", "llama-gqa8", "mistral-gqa4-sharded", "qwen2-gqa7"]
-CHECKPOINTS += JOINED
+JOINED += ["qwen3-gqa2", "qwen3-gqa5-tied"]
+CHECKPOINTS += [*JOINED, "gpt2-d16", "gpt2-d64"]
 _F32 = 2.0**-24
 
 
@@ -82,7 +85,7 @@ class ErrorBound:
             last = name.rpartition(".")[2]
             if last in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
                 hook = self._part(joined, last, model)
-            elif isinstance(module, torch.nn.Linear):
+            elif isinstance(module, (torch.nn.Linear, Conv1D)):
                 hook = self._linear
             elif isinstance(module, torch.nn.LayerNorm):
                 hook = self._norm
@@ -91,7 +94,9 @@ class ErrorBound:
             else:
                 continue
             hooks.append(module.register_forward_hook(hook))
-            if last == "query_key_value":
+            if last in ("q_norm", "k_norm"):
+                hooks.append(module.register_forward_hook(self._head_norm(joined, last)))
+            if last in ("query_key_value", "c_attn"):
                 hooks.append(module.register_forward_hook(self._attention(model)))
         with torch.no_grad():
             model(ids[None])
@@ -104,12 +109,13 @@ class ErrorBound:
         self._conditions += math.sqrt(terms) * max(1.0, float(largest.abs().max() / result.abs().max()))
 
     def _linear(self, module, inputs, output):
-        self._add(module.in_features, self._sums(module, inputs), output)
+        self._add(inputs[0].shape[-1], self._sums(module, inputs), output)
 
     @staticmethod
     def _sums(module, inputs):
         """The largest partial sum of each output, (tokens, out)."""
-        products = inputs[0][0, :, None, :] * module.weight  # (tokens, out, in)
+        weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
+        products = inputs[0][0, :, None, :] * weight  # (tokens, out, in)
         return products.cumsum(-1).abs().amax(-1)
 
     def _part(self, joined, name, model):
@@ -121,12 +127,23 @@ class ErrorBound:
                 made, most = zip(*(joined[part] for part in ("q_proj", "k_proj", "v_proj")))
                 self._add(module.in_features, torch.cat(most, 1), torch.cat(made, 1))
                 head_dim = made[0].shape[1] // model.config.num_attention_heads
-                self._add_attention(*(part.view(len(part), -1, head_dim).transpose(0, 1) for part in made))
+                q, k, v = (part.view(len(part), -1, head_dim) for part in made)
+                q, k = joined.pop("q_norm", q), joined.pop("k_norm", k)
+                self._add_attention(*(heads.transpose(0, 1) for heads in (q, k, v)))
             if name == "up_proj":
                 # To first order a product's error is that of each factor times the other; silu's slope is at most 1.1.
                 (gate, gate_most), (up, up_most) = joined["gate_proj"], joined["up_proj"]
                 silu = torch.nn.functional.silu(gate)
                 self._add(module.in_features, 1.1 * gate_most * up.abs() + silu.abs() * up_most, silu * up)
+
+        return hook
+
+    @staticmethod
+    def _head_norm(joined, name):
+        """A hook of the norm of q's or of k's heads."""
+
+        def hook(module, inputs, output):
+            joined[name] = output[0]  # (tokens, heads, head_dim)
 
         return hook
 
@@ -146,7 +163,10 @@ class ErrorBound:
         def hook(module, inputs, output):
             heads = model.config.num_attention_heads
             tokens, head_dim = output.shape[1], model.config.hidden_size // heads
-            self._add_attention(*output[0].view(tokens, heads, 3, head_dim).permute(2, 1, 0, 3))
+            if model.config.model_type == "gpt2":  # q, k and v side by side
+                self._add_attention(*output[0].view(tokens, 3, heads, head_dim).permute(1, 2, 0, 3))
+            else:
+                self._add_attention(*output[0].view(tokens, heads, 3, head_dim).permute(2, 1, 0, 3))
 
         return hook
 

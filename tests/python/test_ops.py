@@ -67,10 +67,11 @@ def outcomes(g):
     positions, kv_len = g.inputs["positions"], g.inputs["kv_len"]
     cos, sin = g.table()
     tokens, heads, names = len(hidden), m.num_attention_heads, m.names
-    is_neox = m.model_type == "gpt_neox"
-    epilogue = "swiglu" if not is_neox else "gelu_erf" if m.hidden_act == "gelu" else "gelu_tanh"
+    is_neox, is_gated = m.model_type == "gpt_neox", len(names.mlp_parts) > 1
+    first_norm, second_norm = names.norms
+    epilogue = "swiglu" if is_gated else "gelu_erf" if m.hidden_act == "gelu" else "gelu_tanh"
     bias = f"{names.qkv}.bias"
-    norm_op = ops.layernorm if is_neox else ops.rmsnorm
+    norm_op = ops.rmsnorm if is_gated else ops.layernorm
     layout = {} if is_neox else {"layout": "separate"}
 
     def norm(site, x, **more):
@@ -97,7 +98,7 @@ def outcomes(g):
 
     qkv = tap[names.qkv]
     rotated = [(f"rotary_emb.{n}", nth(i), tap[f"{names.tap('rotary_emb')}.{n}"]) for i, n in enumerate("qkv")]
-    attn_in, residual = tap["input_layernorm"], tap[names.tap("dense")]
+    attn_in, residual = tap[first_norm], tap[names.tap("dense")]
     context = tap[names.tap("context")]
     parallel = m.use_parallel_residual
     mlp_source = hidden if parallel else residual
@@ -153,20 +154,29 @@ def outcomes(g):
             ("output", nth(0), tap["output"]),
         )
 
-    yield Outcome(norm_op, norm("input_layernorm", hidden), ("input_layernorm", made, attn_in))
+    yield Outcome(norm_op, norm(first_norm, hidden), (first_norm, made, attn_in))
     yield Outcome(
         ops.linear,
         product(names.qkv, attn_in),
         (names.qkv, made, qkv.reshape(tokens, -1)),
     )
     own_heads = {} if is_neox else {"kv_heads": m.kv_heads}
-    yield Outcome(ops.rope, {"qkv": qkv, **table, **layout, **own_heads}, *rotated)
+    turned = qkv
+    if names.head_norms:
+        turned = tap[names.tap("qk_norm")]
+        gains = dict(zip(("q_gamma", "k_gamma"), (w[f"{name}.weight"] for name in names.head_norms)))
+        yield Outcome(
+            ops.qk_norm,
+            {"qkv": qkv, **gains, "kv_heads": m.kv_heads, "eps": eps},
+            ("qk_norm", made, turned),
+        )
+    yield Outcome(ops.rope, {"qkv": turned, **table, **layout, **own_heads}, *rotated)
     yield Outcome(
         ops.kv_append, {"k": k, "v": v, "kv_len": kv_len, **caches()}, cache_rows("k_cache"), cache_rows("v_cache")
     )
     yield Outcome(
         ops.rope_append,
-        {"qkv": qkv, **table, "kv_len": kv_len, **caches(), **layout},
+        {"qkv": turned, **table, "kv_len": kv_len, **caches(), **layout},
         ("rotary_emb.q", made, q),
         cache_rows("k_cache"),
         cache_rows("v_cache"),
@@ -183,12 +193,12 @@ def outcomes(g):
     )
     yield Outcome(
         norm_op,
-        norm("post_attention_layernorm", mlp_source),
-        ("post_attention_layernorm", made, tap["post_attention_layernorm"]),
+        norm(second_norm, mlp_source),
+        (second_norm, made, tap[second_norm]),
     )
     yield Outcome(
         ops.linear,
-        product(names.mlp, tap["post_attention_layernorm"], epilogue=epilogue),
+        product(names.mlp, tap[second_norm], epilogue=epilogue),
         ("mlp.act", made, tap["mlp.act"]),
     )
     yield Outcome(
@@ -206,10 +216,12 @@ def outcomes(g):
         "v": v,
         "context": context,
         "attn_residual": residual,
-        "mlp_in": tap["post_attention_layernorm"],
+        "mlp_in": tap[second_norm],
         "mlp_act": tap["mlp.act"],
         "output": tap["output"],
     }
+    if names.head_norms:
+        taps["qkv_normed"] = turned
     yield Outcome(
         ops.decode_layer,
         {"weights": w, "config": g.config, "hidden": hidden, "kv_len": kv_len, **table, **caches()},
@@ -250,14 +262,14 @@ def test_float32_is_within_the_contracts_budget(path):
 
 def is_activation(name, value):
     """Whether an argument of an Outcome in float32 was float64: tables and weights keep their dtype."""
-    weights = ("gamma", "beta", "weight", "bias", "cos", "sin", "gamma1", "beta1", "gamma2", "beta2")
+    weights = ("gamma", "beta", "q_gamma", "k_gamma", "weight", "bias", "cos", "sin", "gamma1", "beta1", "gamma2", "beta2")
     return getattr(value, "dtype", None) == np.float32 and name not in weights
 
 
 def test_every_op_has_golden_taps():
     called = {
         outcome.function.__name__
-        for name in ("neox-d80-kv17-b3", "neox-gptq-sym-q7-kv23", "llama-gqa8-kv17-b2")
+        for name in ("neox-d80-kv17-b3", "neox-gptq-sym-q7-kv23", "llama-gqa8-kv17-b2", "qwen3-gqa2-q3-kv9")
         for outcome in outcomes(GoldenLayer(golden_files(f"{name}.h5")[0]))
     }
     assert called | {"embedding", "qk_norm"} == set(_core.ops())
@@ -341,7 +353,7 @@ def test_a_function_has_the_contracts_names_and_text(op):
     [
         ("layernorm", "y[t,h] = (x[t,h] - mean[t]) / sqrt(var[t] + eps) * gamma[h] + beta[h]"),
         ("linear", "y[t,o] = f(sum_k x[t,k] * W[o,k] + bias[o])"),
-        ("attention", "s[j] = scale * q[r + i, h, :] . k_cache[b, g, j, :]"),
+        ("attention", "s[j] = scale * q[b * q_len + i, h, :] . k_cache[b, g, j, :]"),
         ("decode_layer", "(tokens, intermediate)"),
     ],
 )

@@ -39,6 +39,16 @@ inline ModelConfig gated_model_of(ModelType type, std::int64_t heads, std::int64
   return m;
 }
 
+/// GPT-2: learned positions and no RoPE.
+inline ModelConfig learned_model_of(std::int64_t heads, std::int64_t head_dim, std::int64_t intermediate) {
+  ModelConfig m = model_of(heads, head_dim, 0, intermediate);
+  m.model_type = ModelType::gpt2;
+  m.name = "gpt2 of " + m.name;
+  m.use_parallel_residual = false;
+  m.hidden_act = Activation::gelu_tanh;
+  return m;
+}
+
 /// The sizes of a Linear's call, with Args that hold its epilogue.
 inline ops::Example<ops::Linear> linear_example(std::int64_t tokens, std::int64_t in, std::int64_t out,
                                                 ops::Epilogue epilogue = ops::Epilogue::none) {
@@ -117,6 +127,10 @@ inline std::vector<Setup> setups(DType activation) {
   gated(gated_model_of(qwen2, 8, 1, 32, 80, 40), {1, 1, 300, 0});
   gated(gated_model_of(llama, 6, 2, 32, 64, 64), {2, 1, 6, 8}, {4, 32, 1, true});
   gated(gated_model_of(qwen2, 4, 1, 32, 64, 96), {1, 3, 6, 8}, {8, 64, 0, false});
+  gated(gated_model_of(qwen3, 6, 2, 64, 96, 72), {2, 1, 17, 20});
+  gated(gated_model_of(qwen3, 4, 1, 128, 64, 96), {1, 3, 6, 8}, {4, 32, 1, false});
+  gated(learned_model_of(3, 32, 88), {2, 3, 9, 12});
+  gated(learned_model_of(2, 64, 512), {1, 1, 300, 0}, {8, 64, 0, false});
   ModelConfig biased = gated_model_of(llama, 3, 1, 6, 14, 9);  // sizes that no vector divides
   biased.attention_bias = biased.mlp_bias = true;
   gated(biased, {2, 1, 5, 7});

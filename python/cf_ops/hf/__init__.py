@@ -24,8 +24,8 @@ Model = TypeVar("Model")
 
 
 def speed_up(model: Model) -> Model:
-    """Lets a loaded ``GPTNeoXForCausalLM``, ``LlamaForCausalLM``, ``MistralForCausalLM`` or ``Qwen2ForCausalLM`` run on
-    cf_ops, and returns the same object.
+    """Lets a loaded ``GPTNeoXForCausalLM``, ``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM``,
+    ``Qwen3ForCausalLM`` or ``GPT2LMHeadModel`` run on cf_ops, and returns the same object.
 
     Prefill and decode steps of ``model(...)`` and ``model.generate(...)`` run on cf_ops: greedy or sampled, one
     sequence or a batch with left padding. Weights are read where torch keeps them, so there is no second copy, and a
@@ -34,7 +34,8 @@ def speed_up(model: Model) -> Model:
     model's device.
 
     What the library reads as one matrix, q, k and v, and gate and up row by row in turn, becomes one: the parameters
-    stay the same objects, as views of it, those of gate and up with strides. `restore` gives them memory of their own.
+    stay the same objects, as views of it, those of gate and up with strides. So do GPT-2's matrices, which the library
+    reads transposed. `restore` gives them memory of their own.
     ``save_pretrained`` writes the same files; other writers of safetensors may ask for contiguous tensors.
 
     Linears that are quantised by GPTQ, of GPTQModel or AutoGPTQ, run where their kernel leaves the stored tensors as

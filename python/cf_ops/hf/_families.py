@@ -20,11 +20,13 @@ Module = Any
 
 @dataclass(frozen=True)
 class Join:
-    """Linears of a layer that the library reads as one: one below the other, or row by row in turn."""
+    """Linears of a layer that the library reads as one: one below the other, or row by row in turn. A Conv1D, whose
+    weight is (in, out), is one by itself, transposed."""
 
     whole: str  # the library's name, which has no module
     parts: tuple[str, ...]
     interleaved: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Family:
     act: str
     mlp: str  # the Linear that has intermediate_size rows
     eps: str  # of a norm
+    has_rope: bool  # positions are RoPE's, otherwise learned
     rope_types: tuple[str, ...]
     fields: dict[str, str]  # the library's key -> config.json's name, of what config.json says
     joins: tuple[Join, ...] = ()
@@ -57,7 +60,8 @@ def _family(data: dict[str, Any]) -> Family:
 
     def join(step: str) -> Join:
         stored = data["stored"][step]
-        return Join(names[step], tuple(stored["parts"]), stored["interleaved"])
+        parts = tuple(stored["parts"] or [names[step]])
+        return Join(names[step], parts, stored["interleaved"], stored["transposed"])
 
     return Family(
         model_type=data["model_type"],
@@ -73,9 +77,12 @@ def _family(data: dict[str, Any]) -> Family:
         act=data["activation_module"],
         mlp=first_part("dense_h_to_4h"),
         eps="eps" if data["norm"] == "layernorm" else "variance_epsilon",
+        has_rope=data["positions"] == "rope",
         rope_types=tuple(data["rope_types"]),
         fields={field["key"]: field["name"] for field in data["fields"] if field["use"] not in ("noted", "refused")},
-        joins=tuple(join(step) for step, stored in data["stored"].items() if len(stored["parts"]) > 1),
+        joins=tuple(
+            join(step) for step, stored in data["stored"].items() if len(stored["parts"]) > 1 or stored["transposed"]
+        ),
     )
 
 
@@ -121,7 +128,8 @@ def library_name(name: str, model: Module) -> str:
 
 
 def inverse_frequencies(model: Module) -> Tensor:
-    return _rotary(model).inv_freq
+    """Those of RoPE; none where positions are learned."""
+    return _rotary(model).inv_freq if family_of(model).has_rope else torch.empty(0)
 
 
 def rope_table(model: Module, positions: int) -> tuple[Tensor, Tensor]:
@@ -135,10 +143,10 @@ def config_text(model: Module) -> str:
     """config.json's text, of what the modules hold: it says what the model computes even where its config was changed
     after loading."""
     config, family, layers = model.config, family_of(model), layers_of(model)
-    act = layers[0].get_submodule(family.act)
-    if type(act) is not type(ACT2FN[config.hidden_act]):
+    act, hidden_act = layers[0].get_submodule(family.act), getattr(config, family.fields["hidden_act"])
+    if type(act) is not type(ACT2FN[hidden_act]):
         got = type(act).__name__
-        raise NotImplementedError(f"{family.act}: expected the config's '{config.hidden_act}', got {got}")
+        raise NotImplementedError(f"{family.act}: expected the config's '{hidden_act}', got {got}")
     norms = {getattr(m, family.eps) for m in model.modules() if hasattr(m, family.eps)}
     norm = type(layers[0].get_submodule(family.norm)).__name__
     embedding, head = model.get_submodule(family.embedding), model.get_output_embeddings().weight
@@ -158,7 +166,7 @@ def config_text(model: Module) -> str:
         "attention_bias": layers[0].get_submodule(family.projection).bias is not None,
         "mlp_bias": layers[0].get_submodule(family.mlp).bias is not None,
         "tie_word_embeddings": head is embedding.weight,
-        "hidden_act": config.hidden_act,
+        "hidden_act": hidden_act,
     }
     if "use_parallel_residual" in family.fields:
         parallel = {layer.use_parallel_residual for layer in layers}
@@ -171,7 +179,8 @@ def config_text(model: Module) -> str:
     scaling = {getattr(layer.get_submodule(family.attention), "scaling", None) for layer in layers} - {None}
     if scaling and (scale := _same(f"{family.attention}.scaling", scaling)) != head_dim**-0.5:
         raise NotImplementedError(f"{family.attention}.scaling: expected {head_dim**-0.5}, got {scale}")
-    text["rope_scaling"] = _rope_scaling(model)
+    if family.has_rope:
+        text["rope_scaling"] = _rope_scaling(model)
     # The rest of the config says what else a model is asked for, such as a window: the library's reader looks at it.
     rest = {name: value for name, value in config.to_dict().items() if name not in _HELD_BY_MODULES}
     return json.dumps({**rest, **text}, default=str)
@@ -183,7 +192,9 @@ def gptq_config_text(model: Module) -> str | None:
 
 
 def _out_features(linear: Module) -> int:
-    return int(linear.qweight.shape[1] if is_quantised(linear) else linear.out_features)
+    if is_quantised(linear):
+        return int(linear.qweight.shape[1])
+    return int(linear.nf if hasattr(linear, "nf") else linear.out_features)  # nf: of a Conv1D
 
 
 def _head_dim(model: Module) -> int:

@@ -1,4 +1,5 @@
-"""Parameters that Hugging Face keeps apart and the library reads as one: they become views of one matrix."""
+"""Parameters that Hugging Face keeps apart or transposed and the library reads as one: they become views of one
+matrix."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch  # type: ignore[import-not-found, unused-ignore]
 
-from cf_ops.hf._families import family_of, layers_of
+from cf_ops.hf._families import Join, family_of, layers_of
 from cf_ops.hf._runner import Tensor
 
 Module = Any
@@ -29,18 +30,18 @@ class Joined:
         before, known = self._views, {id(part) for part, _ in self._views}
         made, self._views, self.copied_bytes = {}, [], 0
         try:
-            for whole, parts, is_interleaved in _parameters(model):
-                matrix = _matrix_of(parts, is_interleaved)
+            for whole, parts, join in _parameters(model):
+                matrix = _matrix_of(parts, join)
                 if matrix is not None:
                     made[whole] = matrix
                     # The caller's own memory may already hold the parts side by side. Then it stays.
                     self._views += [(part, matrix) for part in parts if id(part) in known]
                     continue
-                made[whole] = matrix = _copied_together(parts, is_interleaved)
-                if is_interleaved and matrix.dim() == 1:
+                made[whole] = matrix = _copied_together(parts, join)
+                if join.interleaved and matrix.dim() == 1:
                     self.copied_bytes += matrix.nbytes
                     continue
-                for part, view in zip(parts, _views(matrix, parts, is_interleaved), strict=True):
+                for part, view in zip(parts, _views(matrix, parts, join), strict=True):
                     part.data = view
                     self._views.append((part, matrix))
         except BaseException:
@@ -61,8 +62,8 @@ def parts_of(model: Module) -> set[int]:
     return {id(part) for _, parts, _ in _parameters(model) for part in parts}
 
 
-def _parameters(model: Module) -> Iterator[tuple[str, list[Tensor], bool]]:
-    """The library's name, the parameters and their order, of each matrix and each bias that it reads as one."""
+def _parameters(model: Module) -> Iterator[tuple[str, list[Tensor], Join]]:
+    """The library's name, the parameters and how they lie, of each matrix and each bias that it reads as one."""
     family, seen = family_of(model), set[int]()
     for index, layer in enumerate(layers_of(model)):
         for join in family.joins:
@@ -75,7 +76,7 @@ def _parameters(model: Module) -> Iterator[tuple[str, list[Tensor], bool]]:
                 if not _fit(parts) or any(id(part) in seen for part in parts) or len({*map(id, parts)}) < len(parts):
                     continue
                 seen.update(map(id, parts))
-                yield f"{family.layers}.{index}.{join.whole}.{kind}", parts, join.interleaved
+                yield f"{family.layers}.{index}.{join.whole}.{kind}", parts, join
 
 
 def _fit(parts: Sequence[Any]) -> bool:
@@ -86,36 +87,40 @@ def _fit(parts: Sequence[Any]) -> bool:
     )
 
 
-def _shape(parts: Sequence[Tensor]) -> tuple[int, ...]:
+def _shape(parts: Sequence[Tensor], join: Join) -> tuple[int, ...]:
+    if join.transposed:
+        return tuple(reversed(parts[0].shape))
     return sum(part.shape[0] for part in parts), *parts[0].shape[1:]
 
 
-def _views(matrix: Tensor, parts: Sequence[Tensor], is_interleaved: bool) -> list[Tensor]:
+def _views(matrix: Tensor, parts: Sequence[Tensor], join: Join) -> list[Tensor]:
     """Where the parts lie in their matrix."""
-    if is_interleaved:
+    if join.transposed:
+        return [matrix.permute(*reversed(range(matrix.dim())))]
+    if join.interleaved:
         return [matrix[place :: len(parts)] for place in range(len(parts))]
     return list(matrix.split([part.shape[0] for part in parts]))
 
 
-def _matrix_of(parts: Sequence[Tensor], is_interleaved: bool) -> Tensor | None:
+def _matrix_of(parts: Sequence[Tensor], join: Join) -> Tensor | None:
     """The matrix that the parts are views of, None where they are not."""
     first = parts[0].detach()
-    shape = _shape(parts)
+    shape = _shape(parts, join)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     storage = first.untyped_storage()
     if (first.storage_offset() + math.prod(shape)) * first.element_size() > storage.nbytes():
         return None
     matrix = first.as_strided(shape, strides)
-    for part, view in zip(parts, _views(matrix, parts, is_interleaved), strict=True):
+    for part, view in zip(parts, _views(matrix, parts, join), strict=True):
         place = part.untyped_storage().data_ptr(), part.data_ptr(), part.shape, part.stride()
         if place != (storage.data_ptr(), view.data_ptr(), view.shape, view.stride()):
             return None
     return matrix
 
 
-def _copied_together(parts: Sequence[Tensor], is_interleaved: bool) -> Tensor:
+def _copied_together(parts: Sequence[Tensor], join: Join) -> Tensor:
     """A matrix of the parts' values."""
-    matrix = torch.empty(_shape(parts), dtype=parts[0].dtype, device=parts[0].device)
-    for part, view in zip(parts, _views(matrix, parts, is_interleaved), strict=True):
+    matrix = torch.empty(_shape(parts, join), dtype=parts[0].dtype, device=parts[0].device)
+    for part, view in zip(parts, _views(matrix, parts, join), strict=True):
         view.copy_(part.detach())
     return matrix

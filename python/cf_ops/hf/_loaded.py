@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch  # type: ignore[import-not-found, unused-ignore]
+import transformers.pytorch_utils  # type: ignore[import-not-found, unused-ignore]
 from torch.nn.modules import module as torch_module  # type: ignore[import-not-found, unused-ignore]
 
 from cf_ops import _core
@@ -22,6 +23,7 @@ _STOCK_TYPES = (
     torch.nn.LayerNorm,
     torch.nn.Linear,
     torch.nn.ModuleList,
+    transformers.pytorch_utils.Conv1D,
     torch.nn.SiLU,  # in transformers before 4.57
 )
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")

@@ -122,7 +122,8 @@ class _CpuBackend:
     def runner(self, slots: int, capacity: int) -> Runner:
         runner = _core.Runner(self.weights, slots=slots, capacity=capacity, chunk=min(_CHUNK, capacity))
         cos, sin = self._rope_table(capacity)
-        runner.set_rope_table(cos.numpy(), sin.numpy())
+        if cos.numel() > 0:
+            runner.set_rope_table(cos.numpy(), sin.numpy())
         return _CpuRunner(runner, self.weights.dtype, int(self.weights.config["vocab_size"]))
 
 
@@ -206,6 +207,8 @@ class _CudaBackend:
         if positions <= self._checked_positions:
             return
         theirs = [table.numpy() for table in self._rope_table(positions)]
+        if theirs[0].size == 0:  # without RoPE
+            return
         ours = self.weights.rope_table(positions)
         config = self.weights.config
         rotary_dim, theta = 2 * theirs[0].shape[1], config.get("rope_theta", config.get("rotary_emb_base"))
