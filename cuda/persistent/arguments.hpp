@@ -14,7 +14,7 @@ namespace cf::cuda {
 /// Where a launch stores the sites' outputs of its final layer, in the shapes of LayerTensors. An output whose pointer
 /// is null is not stored.
 struct TapPointers {
-  void *attn_in, *qkv, *q, *k, *v, *context, *attn_residual, *mlp_in, *mlp_act;
+  void *attn_in, *qkv, *qkv_normed, *q, *k, *v, *context, *attn_residual, *mlp_in, *mlp_act;
 };
 
 /// What a launch of whole tokens has beside the layers: the embedding before them, and the head behind them, which is

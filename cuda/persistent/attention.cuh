@@ -298,12 +298,22 @@ struct DiagonalTile {
   static constexpr int kMaxChunks = 16;  // of eight elements
 };
 
-/// Waits for q, k and v of a head's new token, rotates q and k by RoPE, rounds them to T and stores all three in the
-/// block's shared memory. The block of the split with the newest key appends k and v to the cache: of GQA tiles that
-/// have the same, that of the first GQA tile. A position outside the RoPE table makes the rotated elements NaN. False
-/// where the wait took too long.
+/// RMSNorm of one head's elements: x * rstd * gamma, rounded to T.
 template <class T>
-__device__ bool prepare_head(const Block& block, const KeySplit& split, int layer) {
+__device__ T normed(T x, float rstd, T gamma) {
+  return from_float<T>(to_float(x) * rstd * to_float(gamma));
+}
+/// The reciprocal root of the mean square of a head.
+__device__ inline float head_rstd(const PersistentArguments& c, float squares) {
+  return rsqrtf(__fdividef(squares, float(c.dims.head_dim)) + c.eps);
+}
+
+/// Waits for q, k and v of a head's new token, normalises q and k where the phase does (HasNorm: where it may), rotates
+/// them by RoPE, rounds them to T and stores all three in the block's shared memory. The block of the split with the
+/// newest key appends k and v to the cache: of GQA tiles that have the same, that of the first GQA tile. A position
+/// outside the RoPE table makes the rotated elements NaN. False where the wait took too long.
+template <class T, bool HasNorm>
+__device__ bool prepare_head(const Block& block, const KeySplit& split, int layer, PhaseSpec phase) {
   const PersistentArguments& c = block.c;
   const int head_dim = c.dims.head_dim, half = c.dims.half_rotary, d = block.thread();
   static_assert(kConsumerThreads >= kMaxPersistentHeadDim);
@@ -316,6 +326,15 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
                                          qkv + at.k_first + split.kv_head * at.kv_step,
                                          qkv + at.v_first + split.kv_head * at.kv_step};
   const int other = d < half ? d + half : d - half;
+  const bool norms = HasNorm && phase.norms_heads;
+  T gamma[2] = {}, partner_gamma[2] = {};  // of q and of k
+  if (norms)
+#pragma unroll
+    for (int of = 0; of < 2; ++of) {
+      const T* const weights = reinterpret_cast<const T*>(block.pointers(layer).weights.head_gamma[of]);
+      if (has_element) gamma[of] = weights[d];
+      if (rotated) partner_gamma[of] = weights[other];
+    }
   ElementWord element[3] = {}, partner[2] = {};
   block.poll(layer, Dependency::qkv, [&] {
     bool here = true;
@@ -331,7 +350,22 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
     }
     return here;
   });
+  float2* const squares = block.at<float2>(c.layout.moments);  // of each warp's elements of q and of k
+  if (norms) {
+    const auto square = [&](int of) {
+      const float x = to_float(T{std::uint16_t(element[of])});
+      return warp_sum(x * x);
+    };
+    const float2 sums{square(0), square(1)};
+    if (d % 32 == 0) squares[d / 32] = sums;
+  }
   block.sync();  // all warps have read the new token of the split before
+  float rstd[2] = {};
+  if (norms) {
+    const float2 of_warp = squares[d % kConsumerWarps];
+    rstd[0] = head_rstd(c, warp_sum<kConsumerWarps>(of_warp.x));
+    rstd[1] = head_rstd(c, warp_sum<kConsumerWarps>(of_warp.y));
+  }
 
   T* const new_token = block.at<T>(c.layout.new_token);
   const float* const angles = block.at<float>(c.layout.angles) + split.sequence * 2 * half + (d < half ? d : d - half);
@@ -341,13 +375,19 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
   if (has_element)
 #pragma unroll
     for (int of = 0; of < 3; ++of) {
-      T stored{std::uint16_t(element[of])};
+      T stored{std::uint16_t(element[of])}, with{std::uint16_t(of < 2 ? partner[of] : 0)};
+      if (of < 2 && norms) {
+        stored = normed(stored, rstd[of], gamma[of]);
+        with = normed(with, rstd[of], partner_gamma[of]);
+      }
+      if (HasNorm && c.taps.qkv_normed && split.split == 0 && (of == 0 || leads_group)) [[unlikely]]
+        static_cast<T*>(c.taps.qkv_normed)[of_head[of] - c.exchange.qkv + d] = stored;
       if (of < 2 && rotated) {
-        float value = to_float(stored), with = to_float(T{std::uint16_t(partner[of])});
+        float value = to_float(stored), other_value = to_float(with);
         if (d < half)
-          rotate(value, with, angles[0], angles[half]);
+          rotate(value, other_value, angles[0], angles[half]);
         else
-          rotate(with, value, angles[0], angles[half]);
+          rotate(other_value, value, angles[0], angles[half]);
         stored = from_float<T>(value);
       }
       new_token[of * head_dim + d] = stored;
@@ -363,10 +403,10 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
 }
 
 /// prepare_head() for a GQA tile of several query heads, which have one k and one v. Each half of a warp takes one row:
-/// a query, k or v. The half stores its row in shared memory, rotates a query or k there, and appends k or v to the
-/// cache.
-template <class T>
-__device__ bool prepare_tile(const Block& block, const KeySplit& split, int layer) {
+/// a query, k or v. The half normalises a query or k, stores its row in shared memory, rotates a query or k there, and
+/// appends k or v to the cache.
+template <class T, bool HasNorm>
+__device__ bool prepare_tile(const Block& block, const KeySplit& split, int layer, PhaseSpec phase) {
   constexpr int lanes = 16, at_once = kMaxGqaHeadDim / (4 * lanes);
   static_assert((kMaxShareHeads + 2) * lanes <= kConsumerThreads);
   const PersistentArguments& c = block.c;
@@ -379,9 +419,17 @@ __device__ bool prepare_tile(const Block& block, const KeySplit& split, int laye
                                   (is_query ? (split.gqa_tile * heads + row) * at.q_step
                                             : (is_key ? at.k_first : at.v_first) + split.kv_head * at.kv_step);
   const unsigned epoch = block.epoch(layer);
-  uint4 four[at_once] = {};
   const auto column = [&](int u) { return (u * lanes + lane) * 4; };
   const auto in_row = [&](int u) { return has_row && column(u) < head_dim; };
+  const bool norms = HasNorm && phase.norms_heads;
+  uint2 gamma[at_once] = {};
+  if (norms) {
+    const T* const weights = reinterpret_cast<const T*>(block.pointers(layer).weights.head_gamma[is_query ? 0 : 1]);
+#pragma unroll
+    for (int u = 0; u < at_once; ++u)
+      if (in_row(u)) gamma[u] = *reinterpret_cast<const uint2*>(weights + column(u));
+  }
+  uint4 four[at_once] = {};
   const auto load = [&](int u) {
     if (in_row(u)) four[u] = load_relaxed_quad(from + column(u));
   };
@@ -391,9 +439,33 @@ __device__ bool prepare_tile(const Block& block, const KeySplit& split, int laye
 
   T* const to = block.at<T>(c.layout.new_token) + (is_query ? row * stride : heads * stride + is_value * head_dim);
   const auto pair = [](unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); };
+  if (norms) {
+    const auto element = [](unsigned word) { return T{std::uint16_t(word)}; };
+    float squares = 0;
+#pragma unroll
+    for (int u = 0; u < at_once; ++u)
+      for (const unsigned word : {four[u].x, four[u].y, four[u].z, four[u].w})
+        squares += to_float(element(word)) * to_float(element(word));
+    const float rstd = head_rstd(c, warp_sum<lanes>(squares));
+    const auto normalise = [&](unsigned& word, unsigned weight) {
+      word = normed(element(word), rstd, element(weight)).bits;
+    };
+    if (!is_value)
+#pragma unroll
+      for (int u = 0; u < at_once; ++u) {
+        normalise(four[u].x, gamma[u].x), normalise(four[u].y, gamma[u].x >> 16);
+        normalise(four[u].z, gamma[u].y), normalise(four[u].w, gamma[u].y >> 16);
+      }
+  }
 #pragma unroll
   for (int u = 0; u < at_once; ++u)
     if (in_row(u)) *reinterpret_cast<uint2*>(to + column(u)) = {pair(four[u].x, four[u].y), pair(four[u].z, four[u].w)};
+  __syncwarp();
+  const bool stores_taps = has_row && split.split == 0 && (is_query || split.leads_group(c));
+  if (T* const tap = static_cast<T*>(c.taps.qkv_normed); HasNorm && tap && stores_taps) [[unlikely]] {
+#pragma unroll 1
+    for (int d = lane; d < head_dim; d += lanes) tap[from - c.exchange.qkv + d] = to[d];
+  }
   __syncwarp();
   if (is_query || is_key) {
     const float* const angles = block.at<float>(c.layout.angles) + split.sequence * 2 * half;
@@ -412,11 +484,10 @@ __device__ bool prepare_tile(const Block& block, const KeySplit& split, int laye
     for (int d = lane * kVec; d < head_dim; d += lanes * kVec)
       __stcg(reinterpret_cast<uint4*>(entry + d), *reinterpret_cast<const uint4*>(to + d));
   }
-  T* const tap = static_cast<T*>(is_query ? c.taps.q : is_key ? c.taps.k : c.taps.v);
-  if (tap && has_row && split.split == 0 && (is_query || split.leads_group(c))) {
-    const long at = (is_query ? split.batch_head<true>(c) + row : split.batch_kv_head(c)) * head_dim;
+  if (T* const tap = static_cast<T*>(is_query ? c.taps.q : is_key ? c.taps.k : c.taps.v); tap && stores_taps) {
+    const long to_at = (is_query ? split.batch_head<true>(c) + row : split.batch_kv_head(c)) * head_dim;
 #pragma unroll 1
-    for (int d = lane; d < head_dim; d += lanes) tap[at + d] = to[d];
+    for (int d = lane; d < head_dim; d += lanes) tap[to_at + d] = to[d];
   }
   return block.sync_unless_stopped();
 }

@@ -41,7 +41,7 @@ class ConsumerWarps {
       const PhaseSpec phase = load_phase(c, step);
       block.maybe_delay(layer * kPhases + step);
       if (phase.is_attention()) {
-        if (!attend()) return false;
+        if (!attend(phase)) return false;
         continue;
       }
       // Work needs no activations. It is made here, before prepare() waits for them.
@@ -561,16 +561,18 @@ class ConsumerWarps {
   }
 
   /// RoPE, the append and attention for the block's key splits. The warps' partial results go to the auxiliary warps.
-  __device__ bool attend() {
+  __device__ bool attend(PhaseSpec phase) {
     const int head_dim = c.dims.head_dim;
     if constexpr (Grouped) {
-      return head_dim <= 80 ? attend<Tile<5>>() : attend<Tile<kMaxGqaHeadDim / 16>>();
+      return head_dim <= 80 ? attend<Tile<5>>(phase) : attend<Tile<kMaxGqaHeadDim / 16>>(phase);
     } else {
-      if (head_dim == 64 || head_dim == 128) return attend<DiagonalTile<T>>();
+      if (head_dim == 64 || head_dim == 128) return attend<DiagonalTile<T>>(phase);
       if constexpr (Packed)
-        return attend<Tile<5>>();
+        return attend<Tile<5>>(phase);
       else
-        return head_dim <= 80 ? attend<Tile<5>>() : head_dim <= 128 ? attend<Tile<8>>() : attend<Tile<16>>();
+        return head_dim <= 80    ? attend<Tile<5>>(phase)
+               : head_dim <= 128 ? attend<Tile<8>>(phase)
+                                 : attend<Tile<16>>(phase);
     }
   }
   template <int Blocks>
@@ -578,14 +580,14 @@ class ConsumerWarps {
 
   /// The calling thread's lane. It is computed anew for each tile, since registers are scarce.
   static __device__ int tile_lane() { return thread_index() % 32; }
-  __device__ bool prepare(const KeySplit& split) const {
+  __device__ bool prepare(const KeySplit& split, PhaseSpec phase) const {
     if constexpr (Grouped)
-      return prepare_tile<T>(block, split, layer);
+      return prepare_tile<T, Code::head_norm>(block, split, layer, phase);
     else
-      return prepare_head<T>(block, split, layer);
+      return prepare_head<T, Code::head_norm>(block, split, layer, phase);
   }
   template <class Tile>
-  __device__ bool attend() {
+  __device__ bool attend(PhaseSpec phase) {
     const int head_dim = c.dims.head_dim, heads = gqa_heads<Grouped>(c), stride = query_stride(head_dim, heads);
     const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
     const T *const queries = block.at<T>(c.layout.new_token), *const newest_key = queries + heads * stride;
@@ -596,7 +598,7 @@ class ConsumerWarps {
     for (int item = int(blockIdx.x); item < KeySplit::count(c); item += c.plan.grid) {
       const KeySplit split(c, item, block.token);
       if (!split.is_used()) continue;
-      if (!prepare(split)) return false;
+      if (!prepare(split, phase)) return false;
       Tile tile;
       // The newest key is a stage of its own, which is not in the ring. Warps 0 to 3 have every second stage and warps
       // 4 to 7 the others.

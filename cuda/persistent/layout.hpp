@@ -12,6 +12,7 @@ namespace cf::cuda {
 struct WeightPointers {
   const char* gamma[2];  // input_layernorm, post_attention_layernorm
   const char* beta[2];
+  const char* head_gamma[2];   // of the norms of each head of q and of k; null for none
   const char* bias[kWeights];  // by Weight; null for none
   const char* matrix[kWeights];
 };

@@ -49,6 +49,9 @@ class ViewCheck {
       if (std::holds_alternative<GptqWeight>(l->weight)) return refuse("dense or packed weights, got quantised ones");
     norm(check, names_.input_layernorm, w.input_layernorm);
     norm(check, names_.post_attention_layernorm, w.post_attention_layernorm);
+    if (m_.head_norm)
+      for (const auto& [site, gamma] : {std::pair{names_.q_norm, w.q_norm.gamma}, {names_.k_norm, w.k_norm.gamma}})
+        check({Role::gain, std::string(site.name) + ".weight"}, gamma, {m_.head_dim});
     linear(names_.query_key_value, w.query_key_value, rows.qkv, h);
     linear(names_.dense, w.dense, h, d_.attention);
     linear(names_.dense_h_to_4h, w.dense_h_to_4h, rows.act * rows.rows_of_act, h);
@@ -134,6 +137,7 @@ WeightPointers weight_pointers(const LayerWeights& w) {
   };
   return {.gamma = {bytes(w.input_layernorm.gamma), bytes(w.post_attention_layernorm.gamma)},
           .beta = {bytes(w.input_layernorm.beta), bytes(w.post_attention_layernorm.beta)},
+          .head_gamma = {bytes(w.q_norm.gamma), bytes(w.k_norm.gamma)},
           .bias = {bytes(w.query_key_value.bias), bytes(w.dense_h_to_4h.bias), bytes(w.dense.bias),
                    bytes(w.dense_4h_to_h.bias)},
           .matrix = {matrix(w.query_key_value), matrix(w.dense_h_to_4h), matrix(w.dense), matrix(w.dense_4h_to_h)}};
@@ -202,6 +206,13 @@ Status note_packing(const LayerWeights& w, PersistentModel& model) {
     model.packed_group = std::min(model.packed_group, int(layout.columns_per_group));
   }
   return {};
+}
+
+PhaseTraits phase_traits(const PersistentModel& m, const PersistentPlan& p) {
+  return {.parallel_residual = m.use_parallel_residual,
+          .tiled = is_tiled(p.products),
+          .act_in_registers = p.act_in_registers,
+          .head_norm = m.head_norm};
 }
 
 /// The head as a layer.
@@ -328,31 +339,30 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
     pointers.push_back(head_pointers(*ends));
   }
 
-  auto state = std::make_unique<State>(
-      context, model,
-      PersistentArguments{
-          .plan = plan,
-          .layout = persistent_layout(dims, plan),
-          .dims = dims,
-          .capacity = int(capacity),
-          .table_rows = int(rope.cos.shape[0]),
-          .deals = LayerDeals(dims.rows(model.packed), plan.grid, vocab),
-          .attention_scale = float(model.attention_scale),
-          .eps = float(model.layer_norm_eps),
-          .rms_norm = model.norm == NormKind::rmsnorm,
-          .activation = model.hidden_act,
-          .phases = phase_table(model.use_parallel_residual, is_tiled(plan.products), plan.act_in_registers),
-          .two_act_buffers = is_tiled(plan.products),
-          .layers = int(pointers.size()),
-          .head_layer = ends ? int(layers.size()) : -1,
-          .positions = sequences.positions.data,
-          .kv_len = sequences.kv_len.data,
-          .cos = rope.cos.data,
-          .sin = rope.sin.data,
-          .exchange = {.token_epochs = int(pointers.size()) + 1},
-          .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
-          .digit_offsets = digit_offsets(dims, plan, persistent_layout(dims, plan)),
-      });
+  auto state = std::make_unique<State>(context, model,
+                                       PersistentArguments{
+                                           .plan = plan,
+                                           .layout = persistent_layout(dims, plan),
+                                           .dims = dims,
+                                           .capacity = int(capacity),
+                                           .table_rows = int(rope.cos.shape[0]),
+                                           .deals = LayerDeals(dims.rows(model.packed), plan.grid, vocab),
+                                           .attention_scale = float(model.attention_scale),
+                                           .eps = float(model.layer_norm_eps),
+                                           .rms_norm = model.norm == NormKind::rmsnorm,
+                                           .activation = model.hidden_act,
+                                           .phases = phase_table(phase_traits(model, plan)),
+                                           .two_act_buffers = is_tiled(plan.products),
+                                           .layers = int(pointers.size()),
+                                           .head_layer = ends ? int(layers.size()) : -1,
+                                           .positions = sequences.positions.data,
+                                           .kv_len = sequences.kv_len.data,
+                                           .cos = rope.cos.data,
+                                           .sin = rope.sin.data,
+                                           .exchange = {.token_epochs = int(pointers.size()) + 1},
+                                           .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
+                                           .digit_offsets = digit_offsets(dims, plan, persistent_layout(dims, plan)),
+                                       });
   std::copy(kinds.begin(), kinds.end(), state->arguments.kinds.begin());
   state->first_model_layer = options.first_model_layer;
   state->kernel = kernels(plan, model.dtype);
@@ -518,8 +528,7 @@ Status PersistentKernel::enqueue_split(CUstream_st* stream, std::int64_t layer, 
   CF_TRY(take_report());
   PersistentArguments a = s.arguments_for(layer, layer + 1, input, output);
   for (const bool second : {false, true}) {
-    a.phases = phase_table(s.model.use_parallel_residual, is_tiled(a.plan.products), a.plan.act_in_registers,
-                           second ? LayerPart::second_half : LayerPart::first_half);
+    a.phases = phase_table(phase_traits(s.model, a.plan), second ? LayerPart::second_half : LayerPart::first_half);
     a.continues = second;
     a.two_act_buffers = is_tiled(a.plan.products) && has_two_act_buffers(a.phases);
     CF_TRY(s.launch(a, false, stream));
@@ -559,6 +568,7 @@ Status PersistentKernel::set_probe(const Probe& probe) {
   if (const auto& t = probe.taps)
     a.taps = {.attn_in = t->attn_in.data,
               .qkv = t->qkv.data,
+              .qkv_normed = t->qkv_normed.data,
               .q = t->q.data,
               .k = t->k.data,
               .v = t->v.data,

@@ -50,7 +50,8 @@ struct PhaseSpec {
   unsigned adds_kept : 1 = 0;                   // adds the rows that an earlier phase has kept
   Dependency publishes : 3 = Dependency::none;  // what it makes for other blocks; none: the block keeps its rows
   Frees frees : 2 = Frees::none;
-  unsigned is_last : 1 = 0;  // of the launch's phases of a layer
+  unsigned norms_heads : 1 = 0;  // of attention: RMSNorm of each head of q and of k, before RoPE
+  unsigned is_last : 1 = 0;      // of the launch's phases of a layer
 
   CF_HD constexpr bool is_attention() const { return matrix == kNoMatrix; }
   /// Whose pointers, bias and kind of storage the phase has. The LM head has qkv's place in LayerPointers.
@@ -150,11 +151,20 @@ enum class LayerPart { whole, first_half, second_half };
 /// A launch's phases of a layer, in order, up to the one that is_last; then the head, at kLayerPhases.
 using PhaseTable = std::array<PhaseSpec, kPhases>;
 
-/// The phases of a launch. `tiled`: of several tokens, which come to the block by the copy engine.
-/// `act_in_registers`: PersistentPlan::act_in_registers.
-constexpr PhaseTable phase_table(bool parallel_residual, bool tiled, bool act_in_registers,
-                                 LayerPart part = LayerPart::whole) {
+/// What a table of phases depends on.
+struct PhaseTraits {
+  bool parallel_residual = false;
+  bool tiled = false;             // of several tokens, which come to the block by the copy engine
+  bool act_in_registers = false;  // PersistentPlan::act_in_registers
+  bool head_norm = false;         // of a sequential residual
+};
+
+/// The phases of a launch.
+constexpr PhaseTable phase_table(const PhaseTraits& traits, LayerPart part = LayerPart::whole) {
+  const auto [parallel_residual, tiled, act_in_registers, head_norm] = traits;
   std::array<PhaseSpec, kLayerPhases> layer = parallel_residual ? kParallelLayer : kSequentialLayer;
+  for (PhaseSpec& p : layer)
+    if (p.is_attention()) p.norms_heads = head_norm;
   // The consumer warps have no other work while they wait in a layer with a sequential residual. They are more threads
   // than the auxiliary warps, so more loads are in flight at once.
   if (!parallel_residual && !tiled)
@@ -211,7 +221,8 @@ constexpr bool any_phase(Is is) {
     for (const bool act_in_registers : {false, true}) {
       if (is_rows(Kind) && parallel != (Kind == Products::rows)) continue;
       if (act_in_registers && !is_rows(Kind)) continue;
-      for (const PhaseSpec& p : phase_table(parallel, is_tiled(Kind), act_in_registers))
+      const PhaseTraits traits{parallel, is_tiled(Kind), act_in_registers, /*head_norm=*/!parallel};
+      for (const PhaseSpec& p : phase_table(traits))
         if (is(p)) return true;
     }
   return false;
@@ -227,6 +238,7 @@ struct PhaseCode {
       any_phase<Kind>([](const PhaseSpec& p) { return is_fetched(p) && p.fetched_by == Fetcher::auxiliary; });
   static constexpr bool consumers_fetch =
       any_phase<Kind>([](const PhaseSpec& p) { return is_fetched(p) && p.fetched_by != Fetcher::auxiliary; });
+  static constexpr bool head_norm = any_phase<Kind>([](const PhaseSpec& p) { return p.norms_heads != 0; });
   static constexpr bool act_in_registers =
       any_phase<Kind>([](const PhaseSpec& p) { return p.fetched_by == Fetcher::each_consumer; });
 

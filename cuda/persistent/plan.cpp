@@ -49,7 +49,8 @@ Status check(const PersistentModel& m, std::int64_t batch) {
         Size{"head_dim", m.head_dim}, Size{"intermediate_size", m.intermediate_size}})
     if (value < 1) return bad(std::string(name) + " must be at least 1, got " + text(value));
   if (!m.adds_residual) return refuse("a rank that adds the residual, got one that leaves it to another rank");
-  if (m.head_norm) return refuse("q and k without a norm of each head, got layers with q_norm and k_norm");
+  if (m.head_norm && m.use_parallel_residual)
+    return refuse("a norm of each head of q and k beside a sequential residual, got a parallel one");
   if (m.learned_positions || m.rotary_dim == 0)
     return refuse("rotary position embeddings, got " +
                   std::string(m.learned_positions ? "learned ones" : "layers without RoPE"));

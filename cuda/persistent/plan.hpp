@@ -39,9 +39,8 @@ struct PersistentModel {
   NormKind norm;
   ops::QkvLayout qkv_layout;
   DType dtype;
-  // plan_persistent() refuses models with these.
-  bool head_norm = false;          // each head of q and k is normalised before RoPE
-  bool learned_positions = false;  // a vector for the position is added to the embedding
+  bool head_norm = false;          // RMSNorm of each head of q and of k, before RoPE
+  bool learned_positions = false;  // a vector for the position is added to the embedding; refused
   // Of layers whose matrices are packed by cuda::pack().
   bool packed = false;
   int packed_group = kDigitColumns;  // the fewest columns of a group of weights, a multiple of 32
@@ -238,13 +237,13 @@ inline PersistentChoices for_capacity(const Arch& arch, PersistentChoices choice
 }
 
 /// Plans the persistent kernel for `batch` sequences of one new token each. A pure function of its arguments.
-/// Code::unimplemented, with the reason, for a norm of each head of q and k, learned positions, a layer without RoPE, a
-/// rank that leaves the residual to another, a dtype other than float16 and
+/// Code::unimplemented, with the reason, for a norm of each head of q and k beside a parallel residual, learned
+/// positions, a layer without RoPE, a rank that leaves the residual to another, a dtype other than float16 and
 /// bfloat16, a hidden_size, head_dim or intermediate_size that is not a multiple of 8, a head_dim beyond 256, a
-/// hidden_size beyond 6144, more than 8 sequences, and shared memory that does not hold a ring of three stages.
-/// Packed weights are also refused with a head_dim above 80 that is not 128, with columns that are not a multiple of
-/// 128, and with rows that are not a multiple of 16.
-/// Code::invalid_argument for sizes that no layer has and for choices out of their bounds.
+/// hidden_size beyond 6144, more than 8 sequences, and shared memory that does not hold a ring of three stages. Packed
+/// weights are also refused with a head_dim above 80 that is not 128, with columns that are not a multiple of 128, and
+/// with rows that are not a multiple of 16. Code::invalid_argument for sizes that no layer has and for choices out of
+/// their bounds.
 Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& model, std::int64_t batch,
                                        const PersistentChoices& choices = {});
 

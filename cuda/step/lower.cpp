@@ -43,6 +43,9 @@ Status take(const Node& node, PersistentLayer& layer) {
           LinearParams* const linear = linear_of(site, layer.weights);
           if (!linear) return refuse(node, "phases for a layer's four products alone");
           *linear = args.linear;
+        } else if constexpr (std::is_same_v<Args, ops::QkNorm::Args>) {
+          layer.weights.q_norm.gamma = args.q_gamma;
+          layer.weights.k_norm.gamma = args.k_gamma;
         } else if constexpr (std::is_same_v<Args, ops::KvAppend::Args>) {
           if (!args.runs.empty()) return refuse(node, "one new token of each sequence, no runs");
           layer.cache = {args.k_cache, args.v_cache};

@@ -154,7 +154,8 @@ void read_head_dim(Reading& r, const ConfigField& field) {
   const std::string name(field.name);
   ModelConfig& m = r.m;
   if (field.use != FieldUse::asserted) {
-    m.attention_head_dim = r.fields.get<std::int64_t>(name, 0);
+    const auto* const otherwise = std::get_if<std::int64_t>(&field.otherwise);
+    m.attention_head_dim = r.fields.get<std::int64_t>(name, otherwise ? *otherwise : 0);
     if (r.read.contains(name) && m.attention_head_dim < 1)
       r.refuse_value(name, std::to_string(m.attention_head_dim), "null or at least 1");
     return;

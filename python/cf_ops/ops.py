@@ -148,7 +148,7 @@ class LayerOutputs(NamedTuple):
         """Those of a call, in the order of the contract."""
         attn_in, qkv, *others = made
         qkv_normed = others.pop(0) if len(made) == len(cls._fields) else None
-        return cls(attn_in, qkv, *others, qkv_normed=qkv_normed)
+        return cls(attn_in, qkv, *others)._replace(qkv_normed=qkv_normed)
 
 
 class _Contract(NamedTuple):

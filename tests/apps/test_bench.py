@@ -766,7 +766,7 @@ class Refusals(Files):
         check("--kv-len: expected with --what layers", "--what", "model", "--kv-len", "128")
         check("--prompt-len must be at most 2048, got 4096", "--what", "model", "--prompt-len", "16,4096")
         check("--agreement-preset must be auto, none or of pythia-14m, ",
-              "--what", "model", "--agreement-preset", "gpt2")  # fmt: skip
+              "--what", "model", "--agreement-preset", "opt-125m")  # fmt: skip
         check("must be at most 2048, got 4096", "--what", "model", "--preset", "llama-3.2-1b,llama-2.8b-shape",
               "--prompt-len", "4096")  # fmt: skip
         check("nowhere: no such program", "--what", "model", "--preset", "llama-2-7b", "--prompt-len", "4096",

@@ -461,7 +461,7 @@ TEST_CASE("config: what is no config") {
       {std::string(100'000, '['), {"nested deeper"}},
       {with("hidden_size", "320"), {"duplicate name 'hidden_size'"}},
       {"{}", {"'model_type' is missing", "expected a string"}},
-      {size("gpt_neox", "gemma"), {"'model_type' is 'gemma'", "expected one of 'gpt_neox', 'llama'"}},
+      {size("gpt_neox", "gemma"), {"'model_type' is 'gemma'", "expected 'gpt_neox', 'llama'"}},
       {size("\"gpt_neox\"", "5"), {"'model_type' is 5", "expected a string"}},
       {size("\"hidden_size\":320,", ""), {"'hidden_size' is missing", "integer"}},
       {size("\"num_hidden_layers\":2,", ""), {"'num_hidden_layers' is missing"}},

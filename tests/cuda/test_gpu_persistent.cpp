@@ -171,7 +171,7 @@ TEST_CASE("persistent: every tap of a layer is the oracle's within its budget", 
     }
 }
 
-TEST_CASE("persistent: every tap of a layer of Llama, Mistral and Qwen2 is the oracle's within its budget",
+TEST_CASE("persistent: every tap of a layer of Llama, Mistral, Qwen2 and Qwen3 is the oracle's within its budget",
           "[gpu][persistent][grouped]") {
   using enum ModelType;
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
@@ -196,6 +196,12 @@ TEST_CASE("persistent: every tap of a layer of Llama, Mistral and Qwen2 is the o
   models.push_back(gated_model_of(qwen2, 20, 4, 128, 2608, 5008));
   // The consumer warps load mlp.act to registers. The last chunk of each slice is smaller than the others.
   models.push_back(gated_model_of(llama, 8, 2, 128, 1024, 11008));
+  // Heads with norms of their own, lone or in GQA tiles: tile and row products, and mlp.act in registers.
+  models.push_back(gated_model_of(qwen3, 4, 4, 64, 256, 320));
+  models.push_back(gated_model_of(qwen3, 6, 2, 80, 256, 320));
+  models.push_back(gated_model_of(qwen3, 16, 2, 128, 1024, 3072));
+  models.push_back(gated_model_of(qwen3, 8, 8, 256, 1024, 2048));
+  models.push_back(gated_model_of(qwen3, 32, 8, 128, 2560, 11008));
   ModelConfig biased = gated_model_of(llama, 4, 2, 64, 256, 512);
   biased.attention_bias = biased.mlp_bias = true;
   biased.rope_scaling = {.kind = ops::RopeScaling::Kind::llama3,
@@ -259,6 +265,7 @@ TEST_CASE("persistent: every tap of a layer of packed weights is the oracle's wi
     }
   models.push_back(gated_model_of(llama, 8, 2, 64, 512, 1024));
   models.push_back(gated_model_of(qwen2, 8, 4, 128, 256, 384));  // heads that do not make up hidden_size
+  models.push_back(gated_model_of(qwen3, 8, 4, 64, 256, 384));
   for (ModelConfig& m : models)
     for (std::int64_t group_size : {128, 256, -1})
       for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 1}, {1, 2}, {1, 290}, {3, 17}, {8, 290}}) {
@@ -434,7 +441,7 @@ void check_against_unfused(const ModelConfig& m, const Workload& load, std::init
 
 TEST_CASE("persistent: agrees with the ops one by one over all presets", "[gpu][persistent][presets]") {
   for (const ModelConfig& preset : presets()) {
-    if (preset.family().head_norm || preset.family().positions == Positions::learned) continue;  // refused by name
+    if (preset.family().positions == Positions::learned) continue;  // refused by name
     ModelConfig m = preset;
     m.num_hidden_layers = 1;
     m.max_position_embeddings = 2048;
@@ -445,7 +452,7 @@ TEST_CASE("persistent: agrees with the ops one by one over all presets", "[gpu][
 TEST_CASE("persistent: packed layers agree with the ops one by one over presets",
           "[gpu][persistent][presets][packed]") {
   for (const ModelConfig& preset : presets()) {
-    if (preset.family().head_norm || preset.family().positions == Positions::learned) continue;  // refused by name
+    if (preset.family().positions == Positions::learned) continue;  // refused by name
     ModelConfig m = preset;
     cuda::PersistentModel packed = cuda::persistent_model(m, m.dtype);
     packed.packed = true;

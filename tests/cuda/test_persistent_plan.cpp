@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "core/model/config.hpp"
-#include "cuda/step/fastest_impl.hpp"
 #include "cuda/persistent/arguments.hpp"
 #include "cuda/persistent/plan.hpp"
 #include "cuda/persistent/variants.hpp"
+#include "cuda/step/fastest_impl.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
 #include "tests/support/setups.hpp"
@@ -185,7 +185,6 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
 
 /// What the kernel says of a family that it does not take.
 std::string_view not_built(const ModelConfig& m) {
-  if (m.family().head_norm) return "q and k without a norm of each head, got ";
   return m.family().positions == Positions::learned ? "rotary position embeddings, got learned ones" : "";
 }
 
@@ -202,7 +201,8 @@ TEST_CASE("persistent: presets have plans for an H200 and for an RTX 5090") {
           continue;
         }
         // Beyond this the tokens leave no room for a ring.
-        if (!plan && batch * m.hidden_size > (arch.sm_count == kH200.sm_count ? 32768 : 8192)) {
+        const std::int64_t widest = std::max(m.hidden_size, m.num_attention_heads * m.head_dim());
+        if (!plan && batch * widest > (arch.sm_count == kH200.sm_count ? 32768 : 8192)) {
           CHECK(refusal_fault(plan.status(), Code::unimplemented, {"B of shared memory"}) == "");
           continue;
         }
@@ -594,7 +594,7 @@ std::vector<std::vector<PhaseSpec>> launches_of(bool parallel, bool tiled, bool 
   const std::vector<LayerPart> parts =
       in_halves ? std::vector{LayerPart::first_half, LayerPart::second_half} : std::vector{LayerPart::whole};
   for (LayerPart part : parts) {
-    const PhaseTable table = phase_table(parallel, tiled, act_in_registers, part);
+    const PhaseTable table = phase_table({parallel, tiled, act_in_registers}, part);
     const auto last = std::find_if(table.begin(), table.end(), [](const PhaseSpec& p) { return p.is_last != 0; });
     launches.emplace_back(table.begin(), last + 1);
   }
@@ -709,10 +709,20 @@ TEST_CASE("persistent: with a parallel residual what a phase awaits is made two 
     if (awaited != Dependency::none) CHECK(kParallelLayer[at - 1].publishes != awaited);
   }
   // The context comes after mlp.act in the second of two launches alone: mlp.act has one place there.
-  CHECK(has_two_act_buffers(phase_table(true, true, false)));
-  CHECK(has_two_act_buffers(phase_table(false, true, false)));
-  CHECK_FALSE(has_two_act_buffers(phase_table(true, true, false, LayerPart::second_half)));
-  CHECK(has_two_act_buffers(phase_table(false, true, false, LayerPart::second_half)));
+  CHECK(has_two_act_buffers(phase_table({.parallel_residual = true, .tiled = true})));
+  CHECK(has_two_act_buffers(phase_table({.tiled = true})));
+  CHECK_FALSE(has_two_act_buffers(phase_table({.parallel_residual = true, .tiled = true}, LayerPart::second_half)));
+  CHECK(has_two_act_buffers(phase_table({.tiled = true}, LayerPart::second_half)));
+}
+
+TEST_CASE("persistent: heads are normalised in attention alone, and only where the model has such norms") {
+  for (bool head_norm : {false, true})
+    for (LayerPart part : {LayerPart::whole, LayerPart::first_half, LayerPart::second_half})
+      for (const PhaseSpec& p : phase_table({.head_norm = head_norm}, part))
+        CHECK(bool(p.norms_heads) == (head_norm && p.phase == Phase::attention));
+  CHECK_FALSE(PhaseCode<Products::rows>::head_norm);
+  CHECK((PhaseCode<Products::sequential_rows>::head_norm && PhaseCode<Products::tiles>::head_norm));
+  CHECK((PhaseCode<Products::packed>::head_norm && PhaseCode<Products::packed_tiles>::head_norm));
 }
 
 TEST_CASE("persistent: kernels have the code of their own kind of residual alone") {
@@ -887,7 +897,9 @@ TEST_CASE("persistent: what the kernel does not take is refused by name") {
   model = persistent_model(good, good.dtype);
   model.head_norm = true;
   CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::unimplemented,
-                      {"q and k without a norm of each head, got layers with q_norm and k_norm"}) == "");
+                      {"a norm of each head of q and k beside a sequential residual, got a parallel one"}) == "");
+  model.use_parallel_residual = false;
+  CHECK(plan_persistent(kH200, model, 1));
   model = persistent_model(good, good.dtype);
   model.hidden_size = 512;
   CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::invalid_argument,

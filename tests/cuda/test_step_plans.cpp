@@ -68,7 +68,8 @@ std::string text_of(const ModelConfig& m, const NamedArch& gpu) {
 
 TEST_CASE("The plans of steps are those of tests/plans", "[plans]") {
   const std::string folder = std::string(CF_DATA_DIR) + "/../tests/plans/";
-  for (const char* preset : {"pythia-410m", "pythia-2.8b", "pythia-12b", "llama-3.2-1b", "llama-3.1-8b", "qwen2.5-7b"})
+  for (const char* preset :
+       {"pythia-410m", "pythia-2.8b", "pythia-12b", "llama-3.2-1b", "llama-3.1-8b", "qwen2.5-7b", "qwen3-4b", "gpt2"})
     for (const NamedArch& gpu : kArchs) {
       const std::string path = folder + preset + "-" + std::string(gpu.name) + ".txt";
       const std::string text = text_of(*find_preset(preset), gpu);

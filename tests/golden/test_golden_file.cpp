@@ -420,9 +420,9 @@ TEST_CASE("content against the schema is refused by name") {
       {"weights' kind", [](auto& s) { s.meta.weights = "lost"; }, Code::invalid_file, {"'weights'", "lost"}},
       {"config", [](auto& s) { s.meta.config_json = "{"; }, Code::invalid_file, {"'config'"}},
       {"model_type",
-       [](auto& s) { s.meta.config_json = "{\"model_type\": \"gpt2\"}"; },
+       [](auto& s) { s.meta.config_json = "{\"model_type\": \"gemma\"}"; },
        Code::invalid_file,
-       {"'config'", "gpt2"}},
+       {"'config'", "gemma"}},
       {"a layer too large",
        [](auto& s) {
          s.meta.config.hidden_size = 1 << 17;

@@ -353,7 +353,7 @@ def test_a_function_has_the_contracts_names_and_text(op):
     [
         ("layernorm", "y[t,h] = (x[t,h] - mean[t]) / sqrt(var[t] + eps) * gamma[h] + beta[h]"),
         ("linear", "y[t,o] = f(sum_k x[t,k] * W[o,k] + bias[o])"),
-        ("attention", "s[j] = scale * q[b * q_len + i, h, :] . k_cache[b, g, j, :]"),
+        ("attention", "s[j] = scale * q[r + i, h, :] . k_cache[b, g, j, :]"),
         ("decode_layer", "(tokens, intermediate)"),
     ],
 )
