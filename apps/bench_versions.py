@@ -84,7 +84,9 @@ def measure(args):
             if set(by_build) != set(BUILDS):
                 continue  # one of the builds does not have this
             old, new = (statistics.median(by_build[name]) for name in BUILDS)
-            rows.append({"preset": preset, "what": what, "impl": impl, "old_us": old, "new_us": new, "ratio": new / old})
+            rows.append(
+                {"preset": preset, "what": what, "impl": impl, "old_us": old, "new_us": new, "ratio": new / old}
+            )
     console.progress("")
     return rows, reports
 

@@ -42,6 +42,7 @@ __all__ = [
     "Budget",
     "Epilogue",
     "GptqWeight",
+    "HeadNormLayerOutputs",
     "LayerOutputs",
     "QkvLayout",
     "attention",
@@ -141,14 +142,27 @@ class LayerOutputs(NamedTuple):
     mlp_in: Any
     mlp_act: Any
     output: Any
-    qkv_normed: Any = None  # where q's and k's heads have a norm
 
-    @classmethod
-    def of(cls, made: Sequence[Any]) -> LayerOutputs:
-        """Those of a call, in the order of the contract."""
-        attn_in, qkv, *others = made
-        qkv_normed = others.pop(0) if len(made) == len(cls._fields) else None
-        return cls(attn_in, qkv, *others)._replace(qkv_normed=qkv_normed)
+
+class HeadNormLayerOutputs(NamedTuple):
+    """The same of a layer whose q and k have a norm of each head: ``qkv_normed`` is what it makes of ``qkv``."""
+
+    attn_in: Any
+    qkv: Any
+    qkv_normed: Any
+    q: Any
+    k: Any
+    v: Any
+    context: Any
+    attn_residual: Any
+    mlp_in: Any
+    mlp_act: Any
+    output: Any
+
+
+def _layer_outputs(made: Sequence[Any]) -> LayerOutputs | HeadNormLayerOutputs:
+    """Those of a call, in the order of the contract."""
+    return LayerOutputs(*made) if len(made) == len(LayerOutputs._fields) else HeadNormLayerOutputs(*made)
 
 
 class _Contract(NamedTuple):
@@ -383,7 +397,7 @@ class _CudaCall(Generic[T]):
             first = next(name for name, tensor in zip(names, given) if tensor is like)
             for name, tensor in zip(names, given):
                 check_tensor(op, name, tensor, "torch", first, name in _written(op), like.device)
-        fixed += [(name, scalars.pop(name)) for name in ("config", "epilogue", "layout") if name in scalars]
+        fixed += [(name, scalars.pop(name)) for name in ("config", "epilogue", "layout", "kv_heads") if name in scalars]
         key = op, tuple(names), tuple([t.dtype for t in given]), tuple([t.shape for t in given]), tuple(fixed)
         try:
             self._signature = _signature(*key)
@@ -800,7 +814,7 @@ def decode_layer(
     v_cache: Tensor,
     *,
     max_kv_len: int | None = None,
-) -> LayerOutputs:
+) -> LayerOutputs | HeadNormLayerOutputs:
     """Returns the output of every site, and writes k_cache and v_cache in place.
 
     ``weights`` has Hugging Face's names below gpt_neox.layers.N or model.layers.N: "input_layernorm.weight",
@@ -817,7 +831,7 @@ def decode_layer(
     given, numbers = (hidden, positions, kv_len, cos, sin, k_cache, v_cache, weights), (max_kv_len,)
     made = _DECODE_LAYER.run(given, text, numbers)
     if made is not None:
-        return LayerOutputs.of(made)
+        return _layer_outputs(made)
     activations: _Tensors = {
         "hidden": hidden,
         "positions": positions,
@@ -831,7 +845,7 @@ def decode_layer(
         raise ValueError(f"decode_layer: weights has '{name}', expected Hugging Face's names of weights alone")
     call = _call("decode_layer", hidden, {**activations, **weights}, config=text)
     call.scalars["max_kv_len"] = k_cache.shape[2] if max_kv_len is None else max_kv_len
-    return LayerOutputs.of(call.run(like=_Like(_DECODE_LAYER, given, text, numbers)))
+    return _layer_outputs(call.run(like=_Like(_DECODE_LAYER, given, text, numbers)))
 
 
 def run_known_rows(given: tuple[Any, ...], eps: float) -> Any:

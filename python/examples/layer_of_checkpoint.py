@@ -72,7 +72,7 @@ def main() -> int:
     given = [t.to(args.device, dtype) for t in state]
     tail = [t.to(args.device) for t in (position, kv_len, cos[row], sin[row])]
 
-    def layer() -> ops.LayerOutputs:
+    def layer() -> ops.LayerOutputs | ops.HeadNormLayerOutputs:
         return ops.decode_layer(ours, config, given[0], *tail, *given[1:])
 
     made = layer()

@@ -30,9 +30,8 @@ inline std::size_t quantised_linears(const LayerWeights& w) {
 
 /// What the persistent kernel says that it takes where it does not take a golden file; empty where it must.
 inline std::string_view fused_refusal(const golden::GoldenMeta& m, const LayerWeights& w) {
-  if (m.config.family().head_norm) return "q and k without a norm of each head, got ";
-  if (m.config.family().positions == Positions::learned) return "rotary position embeddings, got ";
   if (m.load.q_len > 1) return "one new token a sequence, got ";
+  if (m.config.family().positions == Positions::learned) return "rotary position embeddings, got ";
   if (size_bytes(m.dtype) != 2) return "float16 or bfloat16, got ";
   if (quantised_linears(w) > 0) return "dense or packed weights, got quantised ones";
   return {};

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is missi
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="safetensors is missing")
 
 import cf_ops
-from hf_models import HAS_QWEN2, VERSION, load_from
+from hf_models import VERSION, load_from
 
 MUTANTS = int(os.environ.get("CF_MUTANTS", "40"))  # of each type; a larger number takes longer
 IDS = [3, 14, 15, 9, 26, 5, 30, 8, 9, 7]
@@ -42,8 +42,6 @@ CONFIGS = {
     "mistral": GATED | {"sliding_window": None},
     "qwen2": GATED,
 }
-if not HAS_QWEN2:
-    del CONFIGS["qwen2"]
 
 LLAMA3 = {
     "rope_type": "llama3",

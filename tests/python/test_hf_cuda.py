@@ -511,12 +511,15 @@ def test_joined_parameters_and_what_restore_gives_back(root, name):
     assert cf_ops.hf.report(model).copied_bytes == (2 * 2 * 96 if "biases" in name else 0)
     assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
     with torch.no_grad():
-        layer = model.model.layers[0]
-        kept = [p.clone() for p in (layer.mlp.up_proj.weight, layer.self_attn.v_proj.weight)]
-        for parameter in (layer.mlp.up_proj.weight, layer.self_attn.v_proj.weight):
+        gpt2 = model.config.model_type == "gpt2"
+        layer = model.transformer.h[0] if gpt2 else model.model.layers[0]
+        modules = (layer.mlp.c_fc, layer.attn.c_attn) if gpt2 else (layer.mlp.up_proj, layer.self_attn.v_proj)
+        parameters = [module.weight for module in modules]
+        kept = [p.clone() for p in parameters]
+        for parameter in parameters:
             parameter.mul_(2)
         changed = model(ids).logits
-        for parameter, values in zip((layer.mlp.up_proj.weight, layer.self_attn.v_proj.weight), kept):
+        for parameter, values in zip(parameters, kept):
             parameter.copy_(values)
         assert not torch.equal(model(ids).logits, changed)
     assert torch.equal(greedy(model, padded([7])), generated)
