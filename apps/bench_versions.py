@@ -2,8 +2,8 @@
 """Times two builds in turn on one GPU, one process after the other: whole steps by cf-layer and prompts by cf-model.
 Each configuration runs --rounds times in both builds. A figure is the median over the rounds, and a ratio is new / old.
 
-Prints a markdown table of the ratios. Exit code 1 where a ratio is further from 1 than --percent. Needs a GPU and the
-programs cf-layer and cf-model of both builds.
+Prints a markdown table of the ratios, a model's rows as soon as they are there; --json is written anew then. Exit code
+1 where a ratio is further from 1 than --percent. Needs a GPU and the programs cf-layer and cf-model of both builds.
 """
 
 import json
@@ -63,11 +63,10 @@ def prompt_times(build, preset, lengths, runs):
 
 
 def measure(args):
-    """The rows of the table, and the last report of each build."""
+    """Of each model, the rows of the table and the last report of each build."""
     builds = dict(zip(BUILDS, (args.old, args.new)))
-    rows, reports = [], {}
     for preset in args.preset.split(","):
-        times = {}
+        rows, reports, times = [], {}, {}
         for round_ in range(args.rounds):
             for name, build in builds.items():
                 console.progress(f"{preset}: round {round_ + 1} of {args.rounds}, {name}")
@@ -87,8 +86,23 @@ def measure(args):
             rows.append(
                 {"preset": preset, "what": what, "impl": impl, "old_us": old, "new_us": new, "ratio": new / old}
             )
-    console.progress("")
-    return rows, reports
+        console.progress("")
+        yield rows, reports
+
+
+def write_report(args, argv, rows, reports):
+    about = {
+        "what": "two builds in turn, one process after the other; medians over the rounds",
+        "command": shlex.join([f"apps/{NAME}", *argv]),
+        "gpu": reports["new"]["gpu"],
+        "old_commit": reports["old"]["commit"],
+        "commit": reports["new"]["commit"],
+        "rounds": args.rounds,
+        "runs": args.runs,
+        "results": rows,
+    }
+    with open(args.json, "w", encoding="utf-8") as file:
+        file.write(json.dumps(about, indent=1) + "\n")
 
 
 def main(argv):
@@ -105,9 +119,22 @@ def main(argv):
     parser.add_argument("--runs", type=count, default=20, help="timed runs of a process (default 20)")
     parser.add_argument("--percent", type=float, default=1.0, help="how far from 1 a ratio may be (default 1)")
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
+    rows = []
     try:
         args = parser.parse_args(argv)
-        rows, reports = measure(args)
+        for found, reports in measure(args):
+            if not rows:
+                print(f"{reports['new']['gpu']}, {reports['old']['commit']} and {reports['new']['commit']}\n")
+                print("| model | what | impl | old us | new us | new / old |")
+                print("|-|-|-|-|-|-|")
+            for row in found:
+                print(
+                    "| {preset} | {what} | {impl} | {old_us:.1f} | {new_us:.1f} | {ratio:.4f} |".format(**row),
+                    flush=True,
+                )
+            rows += found
+            if args.json:
+                write_report(args, argv, rows, reports)
     except (console.Refusal, OSError) as refusal:
         print(f"{NAME}: {refusal}", file=sys.stderr)
         return 2
@@ -115,25 +142,7 @@ def main(argv):
         print(f"{NAME}: expected a configuration that both builds have, found none", file=sys.stderr)
         return 2
     far = [row for row in rows if abs(row["ratio"] - 1) > args.percent / 100]
-    print(f"{reports['new']['gpu']}, {reports['old']['commit']} and {reports['new']['commit']}\n")
-    print("| model | what | impl | old us | new us | new / old |")
-    print("|-|-|-|-|-|-|")
-    for row in rows:
-        print("| {preset} | {what} | {impl} | {old_us:.1f} | {new_us:.1f} | {ratio:.4f} |".format(**row))
     print(f"\n{len(rows) - len(far)} of {len(rows)} within {args.percent} %")
-    if args.json:
-        about = {
-            "what": "two builds in turn, one process after the other; medians over the rounds",
-            "command": shlex.join([f"apps/{NAME}", *argv]),
-            "gpu": reports["new"]["gpu"],
-            "old_commit": reports["old"]["commit"],
-            "commit": reports["new"]["commit"],
-            "rounds": args.rounds,
-            "runs": args.runs,
-            "results": rows,
-        }
-        with open(args.json, "w", encoding="utf-8") as file:
-            file.write(json.dumps(about, indent=1) + "\n")
     return 1 if far else 0
 
 
