@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
   int newest = after_waiting ? (keys - 1) / (tile_keys / 8) : -1;
   const auto fetch = [&](int tile, int to, bool only_newest) {
     if (tile >= own.end) return;
-    const long first = c.cache.rows(b, kv_head, tile * tile_keys, tile_keys).first;
+    // From the head's first entry on. A tile's own entry takes registers that head_dim 256 does not have on sm_120a.
+    const long first = c.cache.rows(b, kv_head, 0, tile_keys).first + long(tile) * tile_keys * c.head_dim;
     copy_tile<tile_keys>(ring + to * stage, static_cast<const T*>(c.k_cache) + first,
                          static_cast<const T*>(c.v_cache) + first, keys - tile * tile_keys, c.head_dim, full + to,
                          newest - tile * 8, only_newest);
