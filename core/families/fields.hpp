@@ -12,8 +12,8 @@
 
 namespace cf {
 
-/// What a field of config.json says: a member of ModelConfig, or what its members follow from. The names are
-/// ModelConfig's and transformers' most frequent ones.
+/// What a field of config.json means. Most keys are members of ModelConfig and have their names. The reader computes
+/// other members from the rest, which have the names that most of transformers' families use.
 enum class ConfigKey : std::uint8_t {
   none,
   hidden_size,

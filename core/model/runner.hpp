@@ -22,7 +22,8 @@ struct StepLogits {
   bool own = true;
   /// The last rows[i] tokens of run i have their logits in `to` besides. None for no run where it is empty.
   std::span<const std::int64_t> rows{};
-  /// (sum of rows, vocab) in the runner's dtype, run after run; memory of the host, or of the device with a stream.
+  /// Where these logits go: (sum of rows, vocab) in the runner's dtype, those of the first run first. The memory is the
+  /// host's, or the device's where there is a stream.
   AnyView<2> to{};
   /// CUDA's handle of another stream of the runner's device. The step comes after what that stream holds, and before
   /// what it is given later; the call does not wait for the step.

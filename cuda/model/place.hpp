@@ -30,7 +30,7 @@ class Arena {
     bytes_ += std::ceil(bytes / 256) * 256;
   }
   std::size_t bytes() const { return std::size_t(bytes_); }
-  /// The same; a block that is only measured may be larger than 64 bits can count.
+  /// bytes() as a double. A block that is measured and not allocated may have more bytes than 64 bits can count.
   double measured() const { return bytes_; }
 
  private:

@@ -1,6 +1,6 @@
 #pragma once
-// NVIDIA GeForce RTX 5090. Its numbers are the H200's: nobody has measured this GPU. What it cannot run at all, such as
-// Hopper's tensor cores, plans know from Arch.
+// NVIDIA GeForce RTX 5090. Its numbers are the H200's: nobody has measured this GPU. Arch says what it cannot run, such
+// as wgmma.
 #include "cuda/tuning/h200.hpp"
 
 namespace cf::cuda {

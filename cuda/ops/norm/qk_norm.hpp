@@ -22,7 +22,7 @@ inline std::string to_string(const QkNormPlan& p) {
 /// The largest head that a warp holds in its registers.
 inline constexpr std::int64_t kMaxNormedHeadDim = 256;
 
-/// Refused: a head_dim that is no multiple of 8 or above kMaxNormedHeadDim.
+/// Refuses a head_dim that is not a multiple of 8, or is larger than kMaxNormedHeadDim.
 Result<QkNormPlan> plan_qk_norm(const Target&, const ops::QkNorm::Args&);
 
 Status launch_qk_norm(const ops::QkNorm::Args&, const QkNormPlan&, LaunchList&);

@@ -91,7 +91,7 @@ constexpr RopePlan rope_plan(const Arch& arch, std::int64_t tokens, std::int64_t
   return p;
 }
 
-/// Refused: a head_dim that is no multiple of 8.
+/// Both refuse a head_dim that is not a multiple of 8.
 Result<RopePlan> plan_rope(const Target&, const ops::Rope::Args&);
 Result<RopePlan> plan_rope_append(const Target&, const ops::RopeAppend::Args&);
 Status launch_rope(const ops::Rope::Args&, const RopePlan&, LaunchList&);
