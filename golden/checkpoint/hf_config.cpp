@@ -113,8 +113,11 @@ void read_member(Reading& r, const ConfigField& field) {
       Value otherwise{};
       if (const auto* value = std::get_if<Value>(&field.otherwise)) otherwise = *value;
       if constexpr (std::is_same_v<Value, std::int64_t>)
-        if (const auto* size = std::get_if<SizeOf>(&field.otherwise))
-          otherwise = size->factor * *std::get<std::int64_t*>(member_of(r.m, size->key));
+        if (const auto* size = std::get_if<SizeOf>(&field.otherwise)) {
+          const std::int64_t of = *std::get<std::int64_t*>(member_of(r.m, size->key));
+          // validate() refuses a size whose multiple leaves the integers of 64 bits.
+          if (__builtin_mul_overflow(size->factor, of, &otherwise)) otherwise = of;
+        }
       *member = r.fields.get(name, otherwise);
     }
   };
@@ -205,8 +208,9 @@ void read_rope(Reading& r) {
     return r.refuse_value(name, shown(r.rotary_fraction), "more than 0 and at most 1");
   if (share.use == FieldUse::asserted && r.rotary_fraction != std::get<double>(share.otherwise))
     return r.refuse_value(name, shown(r.rotary_fraction), shown(json_of(share.otherwise)));
-  // validate() refuses a config without heads, and larger sizes, whose product may leave the integers of a double.
-  if (r.m.num_attention_heads < 1 || r.m.hidden_size > 1 << 20) return;
+  // validate() refuses a config without heads, and a head_dim, given or hidden_size / heads, whose product may leave
+  // the integers of 64 bits.
+  if (r.m.num_attention_heads < 1 || r.m.head_dim() > 1 << 20) return;
   r.m.rotary_dim = std::int64_t(double(r.m.head_dim()) * r.rotary_fraction);
 }
 

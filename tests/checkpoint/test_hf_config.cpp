@@ -418,6 +418,10 @@ TEST_CASE("config: what other layers ask for and is not built is refused by name
       {"llama", R"(,"num_key_value_heads":0)", {"num_key_value_heads must be", "got 0"}},
       {"llama", R"(,"head_dim":0)", {"'head_dim' is 0", "null or at least 1"}},
       {"llama", R"(,"head_dim":81)", {"rotary_dim must be even", "got 81"}},
+      {"llama", R"(,"head_dim":9223372036854775807)", {"head_dim must be", "got 9223372036854775807"}},
+      {"gpt2",
+       R"(,"n_embd":9223372036854775807,"n_layer":1,"n_head":1,"n_positions":8)",
+       {"hidden_size must be", "got 9223372036854775807"}},
       {"llama", R"(,"rms_norm_eps":0)", {"layer_norm_eps must be positive"}}};
   for (const auto& [type, more, parts] : table) {
     CAPTURE(type, more);
