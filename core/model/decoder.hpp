@@ -2,11 +2,13 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "core/model/choice.hpp"
 #include "core/model/runner.hpp"
 #include "core/model/slot_lease.hpp"
 #include "core/sampling.hpp"
@@ -23,6 +25,9 @@ struct SequenceOptions {
   std::uint64_t id = 0;
   std::vector<std::int32_t> stop{};  // ids that end the sequence; the id that ended it is its last
   std::int64_t max_new_tokens = std::numeric_limits<std::int64_t>::max();
+  LogitsChanges changes{};
+  /// How many alternatives each id has in logprobs(), which has none where this is empty.
+  std::optional<std::int64_t> logprobs{};
 };
 
 /// Why a sequence has ended.
@@ -52,8 +57,9 @@ class Decoder {
 
   /// Takes a sequence, which waits where no slot is free or others wait; the next prefill() or decode() with a slot for
   /// it reads its prompt. Refuses a prompt that is empty, longer than entry_limit() allows or holds an id outside the
-  /// vocabulary; sampling parameters that Sampling::validate() refuses; stop ids outside the vocabulary; and
-  /// max_new_tokens below 1.
+  /// vocabulary; sampling parameters that Sampling::validate() refuses; changes that LogitsChanges::validate() refuses;
+  /// stop ids outside the vocabulary; max_new_tokens below 1 or changes.min_new_tokens; and logprobs outside 0 to the
+  /// vocabulary's size.
   Result<Sequence> add(std::span<const std::int32_t> prompt, SequenceOptions options = {});
   /// Reads the prompts of all sequences that have a slot and were not read yet, and returns each one's first id.
   Result<std::vector<Emitted>> prefill();
@@ -74,6 +80,8 @@ class Decoder {
   /// it failed, how.
   Result<bool> waits(Sequence sequence) const;
   Result<std::vector<std::int32_t>> ids(Sequence sequence) const;
+  /// The log-probabilities of its ids behind the prompt from ids()[first] on; none where it does not ask for them.
+  Result<std::vector<TokenLogprobs>> logprobs(Sequence sequence, std::int64_t first = 0) const;
   Result<Finish> finish(Sequence sequence) const;
   Status status(Sequence sequence) const;
   /// The logits (vocab) that a running sequence's last id was chosen from.
