@@ -9,6 +9,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <span>
@@ -42,19 +43,19 @@ nb::object array_of_values(std::span<const T> values) {
 void call_processor(const nb::object& function, std::span<float> logits, std::span<const std::int32_t> ids) {
   const nb::object made = function(array_of_values<float>(logits), array_of_values(ids));
   const nb::module_ numpy = nb::module_::import_("numpy");
-  const nb::object array = numpy.attr("asarray")(made);
-  const std::string kind = nb::cast<std::string>(array.attr("dtype").attr("kind"));
-  if (kind != "f" && kind != "i" && kind != "u")
-    throw nb::type_error(("logits_processor: expected the row of logits in return, got " +
-                          nb::cast<std::string>(made.type().attr("__name__")))
-                             .c_str());
-  const auto shape = nb::cast<std::string>(nb::str(array.attr("shape")));
-  if (shape != "(" + std::to_string(logits.size()) + ",)")
-    throw nb::value_error(("logits_processor: expected a row of the shape (" + std::to_string(logits.size()) +
-                           ",) in return, got " + shape)
-                              .c_str());
+  const nb::object array = numpy.attr("asarray")(made), shape = array.attr("shape");
+  const auto kind = nb::cast<std::string>(array.attr("dtype").attr("kind"));
+  if (kind != "f" && kind != "i" && kind != "u") {
+    const auto got = nb::cast<std::string>(made.type().attr("__name__"));
+    throw nb::type_error(("logits_processor: expected the row of logits in return, got " + got).c_str());
+  }
+  if (const std::string expected = "(" + std::to_string(logits.size()) + ",)", got = nb::str(shape).c_str();
+      got != expected)
+    throw nb::value_error(
+        ("logits_processor: expected a row of the shape " + expected + " in return, got " + got).c_str());
   using Row = nb::ndarray<const float, nb::numpy, nb::ndim<1>, nb::c_contig>;
-  const auto row = nb::cast<Row>(numpy.attr("ascontiguousarray")(array, "dtype"_a = "float32"));
+  const nb::object floats = numpy.attr("ascontiguousarray")(array, "dtype"_a = "float32");
+  const auto row = nb::cast<Row>(floats);
   std::copy_n(row.data(), row.size(), logits.data());
 }
 
@@ -79,6 +80,8 @@ LogitsChanges::Processor processor_of(nb::handle function) {
     } catch (const nb::builtin_exception& error) {
       PyErr_SetString(error.type() == nb::exception_type::type_error ? PyExc_TypeError : PyExc_ValueError,
                       error.what());
+    } catch (const std::exception& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
     }
     return failed;
   };

@@ -1,5 +1,8 @@
 // What a decoder chooses on the host, and the log-probabilities of what was chosen.
+#include <algorithm>
 #include <cmath>
+#include <limits>
+#include <memory>
 #include <string>
 #include <vector>
 
