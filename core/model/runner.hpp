@@ -30,6 +30,10 @@ struct StepLogits {
   std::optional<std::uintptr_t> stream{};
 };
 
+/// What is asked of a step's log-probabilities, and what a row of logits says: core/model/score.hpp.
+struct ScoreRequest;
+struct RowScore;
+
 /// What a decoder asks of a backend: a model on one device, with a KV cache of `slots` sequences. Each slot is
 /// one row of a step's batch, also while no sequence holds the slot.
 class ModelRunner {
@@ -93,6 +97,12 @@ class ModelRunner {
   Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
   /// run() for one token of each of these slots, which makes their own logits. Nothing happens without tokens.
   Status step(std::span<const Token> tokens);
+
+  /// run() for the log-probabilities of ids behind the runs' tokens, by row; the slots' own logits stay as they are.
+  /// Refuses what check_step() and check_request() refuse. Here the rows' logits are made on the host, all at a time; a
+  /// backend may make fewer at a time, or none.
+  virtual Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
+                                              const ScoreRequest& request);
 
   /// Chooses the next id of each draw's slot. A choice that fails, for example among logits that are NaN, has a Status
   /// of its own.

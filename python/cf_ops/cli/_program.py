@@ -87,21 +87,25 @@ def read_text(path: str) -> str:
 
 
 def check_output(args: argparse.Namespace) -> None:
-    """Refuses a report in the place of a file that the command reads, or of one in the model's folder."""
-    report = getattr(args, "json", None)
-    if report is None or not os.path.isfile(report):
-        return
+    """Refuses an output in the place of a file that the command reads, or of one in the model's folder."""
+    for name in ("json", "out"):
+        path = getattr(args, name, None)
+        if path is not None and os.path.isfile(path):
+            _check_own(args, f"--{name}", path)
+
+
+def _check_own(args: argparse.Namespace, name: str, output: str) -> None:
     for option in ("text", "tokens", "prompts_file"):
         path = getattr(args, option, None)
-        if path is not None and os.path.exists(path) and os.path.samefile(path, report):
-            raise ValueError(f"--json: expected a file of its own, got {report!r} as for --{option.replace('_', '-')}")
+        if path is not None and os.path.exists(path) and os.path.samefile(path, output):
+            raise ValueError(f"{name}: expected a file of its own, got {output!r} as for --{option.replace('_', '-')}")
     if not os.path.isdir(args.model):
         return
     folder = os.path.realpath(args.model)
     with os.scandir(folder) as entries:
-        linked = any(entry.is_file() and os.path.samefile(entry.path, report) for entry in entries)
-    if linked or os.path.commonpath([folder, os.path.realpath(report)]) == folder:
-        raise ValueError(f"--json: expected a file of its own, got {report!r}, which is one of --model {args.model}")
+        linked = any(entry.is_file() and os.path.samefile(entry.path, output) for entry in entries)
+    if linked or os.path.commonpath([folder, os.path.realpath(output)]) == folder:
+        raise ValueError(f"{name}: expected a file of its own, got {output!r}, which is one of --model {args.model}")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
