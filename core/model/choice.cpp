@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/host_sampler.hpp"
+#include "core/model/score.hpp"
 #include "core/model/slot_lengths.hpp"
 
 namespace cf {
@@ -15,13 +16,6 @@ namespace {
 constexpr double kMostPenalty = 2;
 
 Status refused(std::string what) { return Status::error(Code::invalid_argument, "decoder: " + std::move(what)); }
-
-std::vector<double> values_of(const Tensor& logits) {
-  std::vector<double> values(std::size_t(logits.size()));
-  for (std::size_t i = 0; i < values.size(); ++i)
-    values[i] = load_element(logits.data(), logits.dtype(), std::int64_t(i));
-  return values;
-}
 
 void penalise(std::span<float> row, const LogitsChanges& changes, const ChoiceRequest& request) {
   const std::span<const std::int32_t> seen = request.draw.history, output = seen.subspan(request.prompt_size);
@@ -46,8 +40,8 @@ void penalise(std::span<float> row, const LogitsChanges& changes, const ChoiceRe
 Result<std::int32_t> choose_on_host(const Tensor& logits, const ChoiceRequest& request) {
   const LogitsChanges& changes = *request.changes;
   const ModelRunner::Draw& draw = request.draw;
-  const std::vector<double> made = values_of(logits);
-  std::vector<float> row(made.begin(), made.end());
+  std::vector<float> row(std::size_t(logits.size()));
+  convert(logits.data(), logits.dtype(), row.data(), DType::f32, logits.size());
   for (const LogitBias& b : changes.logit_bias) row[std::size_t(b.id)] += b.bias;
   penalise(row, changes, request);
   if (std::int64_t(draw.history.size() - request.prompt_size) < changes.min_new_tokens)
@@ -84,25 +78,6 @@ Status LogitsChanges::validate(std::int64_t vocab_size) const {
   return {};
 }
 
-TokenLogprobs logprobs_of(const Tensor& logits, std::int32_t id, std::int64_t top) {
-  const std::vector<double> values = values_of(logits);
-  const double most = *std::max_element(values.begin(), values.end());
-  double sum = 0;
-  for (double l : values) sum += std::exp(l - most);
-  const double log_sum = most + std::log(sum);
-  std::vector<std::int32_t> ids(values.size());
-  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = std::int32_t(i);
-  const auto likelier = [&](std::int32_t a, std::int32_t b) {
-    const double of_a = values[std::size_t(a)], of_b = values[std::size_t(b)];
-    return of_a != of_b ? of_a > of_b : a < b;
-  };
-  const auto end = ids.begin() + std::min(std::int64_t(ids.size()), top);
-  if (top > 0) std::partial_sort(ids.begin(), end, ids.end(), likelier);
-  TokenLogprobs found{.logprob = values[std::size_t(id)] - log_sum};
-  for (auto it = ids.begin(); it != end; ++it) found.top.push_back({*it, values[std::size_t(*it)] - log_sum});
-  return found;
-}
-
 std::vector<Choice> choose_ids(ModelRunner& runner, std::span<const ChoiceRequest> requests) {
   const auto changes = [](const ChoiceRequest& r) { return r.changes && !r.changes->none(); };
   const bool by_host = std::any_of(requests.begin(), requests.end(), changes);
@@ -127,7 +102,13 @@ std::vector<Choice> choose_ids(ModelRunner& runner, std::span<const ChoiceReques
         changes(r) ? (*logits[i] ? choose_on_host(**logits[i], r) : logits[i]->status()) : std::move(*next++);
     if (id && logits[i] && !*logits[i]) id = logits[i]->status();
     Choice& choice = choices.emplace_back(Choice{.id = std::move(id)});
-    if (choice.id && r.logprobs) choice.logprobs = logprobs_of(**logits[i], *choice.id, *r.logprobs);
+    if (!choice.id || !r.logprobs) continue;
+    const Tensor& row = **logits[i];
+    RowScore score = score_row({row.data(), {row.size()}, row.dtype()}, std::span(&*choice.id, 1), *r.logprobs);
+    if (score.status)
+      choice.logprobs = {score.next[0].log_prob, std::move(score.top)};
+    else
+      choice.id = score.status;
   }
   return choices;
 }

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "core/model/runner.hpp"
+#include "core/model/score.hpp"
 #include "core/status.hpp"
-#include "core/tensor.hpp"
 
 namespace cf {
 
@@ -47,23 +47,12 @@ struct LogitsChanges {
   Status validate(std::int64_t vocab_size) const;
 };
 
-/// An id and the natural logarithm of its probability.
-struct IdLogprob {
-  std::int32_t id;
-  double logprob;
-  bool operator==(const IdLogprob&) const = default;
-};
-
-/// How likely a chosen id was: log p(i) = l_i - log(sum over j of exp(l_j)), in double, where l are the logits that the
-/// model made, before penalties, biases, temperature and cut-offs, as the `logprobs` of OpenAI's API and of vLLM are.
+/// How likely a chosen id was, by the formula of LogProbs over the logits that the model made: before penalties, biases,
+/// temperature and cut-offs, as the `logprobs` of OpenAI's API and of vLLM are.
 struct TokenLogprobs {
   double logprob = 0;
-  std::vector<IdLogprob> top{};  // the most likely ids, the first the likeliest; of equal logits, the lower id first
-  bool operator==(const TokenLogprobs&) const = default;
+  std::vector<LikelyId> top{};  // the most likely ids
 };
-
-/// log p of an id, and of the `top` likeliest ones, given logits (vocab) that have no NaN.
-TokenLogprobs logprobs_of(const Tensor& logits, std::int32_t id, std::int64_t top);
 
 /// A choice that a sequence asks for.
 struct ChoiceRequest {

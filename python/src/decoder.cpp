@@ -127,7 +127,7 @@ class PythonDecoder {
     Logprobs found;
     for (const TokenLogprobs& t : take(slots_.look([&] { return decoder_.logprobs(sequence, first); }))) {
       auto& [logprob, top] = found.emplace_back(t.logprob, Logprobs::value_type::second_type());
-      for (const IdLogprob& p : t.top) top.emplace_back(p.id, p.logprob);
+      for (const LikelyId& p : t.top) top.emplace_back(p.id, p.log_prob);
     }
     return found;
   }

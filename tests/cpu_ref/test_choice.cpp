@@ -181,20 +181,6 @@ TEST_CASE("Log-probabilities are those of the raw logits", "[choice]") {
   if (!biased) CHECK(taken(d.ids(s)) == expected);
 }
 
-TEST_CASE("Equal logits are in the order of their ids", "[choice]") {
-  Tensor row(DType::f16, {6});
-  const int values[] = {1, 3, 2, 3, 3, 0};
-  for (int i = 0; i < 6; ++i) row.as<f16>()[i] = narrow<f16>(values[i]);
-  const TokenLogprobs found = logprobs_of(row, 2, 4);
-  const double log_sum = std::log(3 * std::exp(3.0) + std::exp(2.0) + std::exp(1.0) + 1);
-  CHECK(std::abs(found.logprob - (2 - log_sum)) < 1e-12);
-  Ids ids;
-  for (const IdLogprob& p : found.top) ids.push_back(p.id);
-  CHECK(ids == Ids{1, 3, 4, 2});
-  CHECK(logprobs_of(row, 0, 99).top.size() == 6);
-  CHECK(logprobs_of(row, 0, 0).top.empty());
-}
-
 TEST_CASE("What cannot be chosen fails its own sequence, and what has no meaning is refused", "[choice]") {
   Decoder d = decoder(2);
   const auto fails = [](const char* what) {
