@@ -6,6 +6,7 @@
 #include "core/families/mistral.hpp"
 #include "core/families/qwen2.hpp"
 #include "core/families/qwen3.hpp"
+#include "core/families/stablelm.hpp"
 
 namespace cf {
 

@@ -115,6 +115,12 @@ struct Preset {
   std::string_view hidden_act{};
 };
 
+/// The GELUs by transformers' names.
+inline constexpr ActivationName kGelus[] = {{"gelu", Activation::gelu_erf},
+                                            {"gelu_new", Activation::gelu_tanh},
+                                            {"gelu_fast", Activation::gelu_tanh},
+                                            {"gelu_pytorch_tanh", Activation::gelu_tanh}};
+
 /// Lists one behind the other.
 template <class T, std::size_t... Sizes>
 constexpr auto joined(const std::array<T, Sizes>&... lists) {
@@ -125,6 +131,13 @@ constexpr auto joined(const std::array<T, Sizes>&... lists) {
   };
   (add(lists), ...);
   return all;
+}
+
+/// A list with another field in the place of the one of that name.
+constexpr auto with_field(auto fields, const ConfigField& other) {
+  for (ConfigField& field : fields)
+    if (field.name == other.name) field = other;
+  return fields;
 }
 
 }  // namespace cf

@@ -28,11 +28,6 @@ inline constexpr StoredLinear kStored[] = {{.site = SiteId::query_key_value, .tr
 
 inline constexpr std::string_view kBuffers[] = {"attn.bias", "attn.masked_bias"};
 
-inline constexpr ActivationName kActivations[] = {{"gelu_new", Activation::gelu_tanh},
-                                                  {"gelu", Activation::gelu_erf},
-                                                  {"gelu_fast", Activation::gelu_tanh},
-                                                  {"gelu_pytorch_tanh", Activation::gelu_tanh}};
-
 using enum ConfigKey;
 using enum FieldUse;
 inline constexpr ConfigField kFields[] = {{"n_embd", hidden_size, required},
@@ -66,7 +61,7 @@ inline constexpr FamilySpec kFamily{.model_type = "gpt2",
                                     .buffers = kBuffers,
                                     .norm = NormKind::layernorm,
                                     .positions = Positions::learned,
-                                    .activations = kActivations,
+                                    .activations = kGelus,
                                     .activation_module = "mlp.act",
                                     .fields = kFields,
                                     .presets = kPresets};

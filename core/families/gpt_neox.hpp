@@ -24,10 +24,6 @@ inline constexpr ModelNames kNames{
 inline constexpr std::string_view kBuffers[] = {"attention.bias", "attention.masked_bias",
                                                 "attention.rotary_emb.inv_freq"};
 
-inline constexpr ActivationName kActivations[] = {{"gelu", Activation::gelu_erf},
-                                                  {"gelu_new", Activation::gelu_tanh},
-                                                  {"gelu_fast", Activation::gelu_tanh},
-                                                  {"gelu_pytorch_tanh", Activation::gelu_tanh}};
 inline constexpr std::string_view kRopeTypes[] = {"default"};
 
 using enum ConfigKey;
@@ -102,7 +98,7 @@ inline constexpr FamilySpec kFamily{.model_type = "gpt_neox",
                                     .buffers = kBuffers,
                                     .norm = NormKind::layernorm,
                                     .qkv_layout = ops::QkvLayout::interleaved_by_head,
-                                    .activations = kActivations,
+                                    .activations = kGelus,
                                     .activation_module = "mlp.act",
                                     .rope_types = kRopeTypes,
                                     .fields = kFields,

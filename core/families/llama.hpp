@@ -34,7 +34,7 @@ inline constexpr std::string_view kRopeTypes[] = {"default", "llama3"};
 using enum ConfigKey;
 using enum FieldUse;
 
-/// What Mistral and Qwen2 read as well, and what none of them has.
+/// What Mistral and Qwen read as well, and what none of them has.
 inline constexpr std::array<ConfigField, 25> kCommonFields{
     {{"hidden_size", hidden_size, required},
      {"num_hidden_layers", num_hidden_layers, required},
@@ -136,16 +136,21 @@ inline constexpr Preset kPresets[] = {{.name = "llama-2-7b",
                                        .max_position_embeddings = 2048,
                                        .layer_norm_eps = 1e-5}};
 
-inline constexpr FamilySpec kFamily{.model_type = "llama",
-                                    .class_name = "LlamaForCausalLM",
-                                    .names = kNames,
-                                    .stored = kStored,
-                                    .buffers = kBuffers,
-                                    .norm = NormKind::rmsnorm,
-                                    .activations = kActivations,
-                                    .activation_module = "mlp.act_fn",
-                                    .rope_types = kRopeTypes,
-                                    .fields = kFields,
-                                    .presets = kPresets};
+/// A family with Llama's names, stored parts and arithmetic.
+constexpr FamilySpec family(std::string_view model_type, std::string_view class_name,
+                            std::span<const ConfigField> fields, std::span<const Preset> presets = {}) {
+  return {.model_type = model_type,
+          .class_name = class_name,
+          .names = kNames,
+          .stored = kStored,
+          .buffers = kBuffers,
+          .norm = NormKind::rmsnorm,
+          .activations = kActivations,
+          .activation_module = "mlp.act_fn",
+          .rope_types = kRopeTypes,
+          .fields = fields,
+          .presets = presets};
+}
+inline constexpr FamilySpec kFamily = family("llama", "LlamaForCausalLM", kFields, kPresets);
 
 }  // namespace cf::families::llama

@@ -14,15 +14,6 @@ inline constexpr auto kFields = joined(
                                      ConfigField{"attention_bias", attention_bias, noted, false},
                                      ConfigField{"mlp_bias", mlp_bias, noted, false}});
 
-inline constexpr FamilySpec kFamily{.model_type = "mistral",
-                                    .class_name = "MistralForCausalLM",
-                                    .names = llama::kNames,
-                                    .stored = llama::kStored,
-                                    .buffers = llama::kBuffers,
-                                    .norm = NormKind::rmsnorm,
-                                    .activations = llama::kActivations,
-                                    .activation_module = "mlp.act_fn",
-                                    .rope_types = llama::kRopeTypes,
-                                    .fields = kFields};
+inline constexpr FamilySpec kFamily = llama::family("mistral", "MistralForCausalLM", kFields);
 
 }  // namespace cf::families::mistral

@@ -7,14 +7,18 @@ namespace cf::families::qwen2 {
 
 using enum ConfigKey;
 using enum FieldUse;
-inline constexpr auto kFields = joined(
+
+/// What Qwen3 reads as well.
+inline constexpr auto kCommonFields = joined(
     llama::kCommonFields, std::array{ConfigField{"num_key_value_heads", num_key_value_heads, read, 32},
                                      ConfigField{"max_position_embeddings", max_position_embeddings, read, 32768},
                                      ConfigField{"sliding_window", sliding_window, read, 4096},
                                      ConfigField{"use_sliding_window", use_sliding_window, read, false},
                                      ConfigField{"max_window_layers", max_window_layers, read, 28},
-                                     ConfigField{"attention_bias", attention_bias, noted, true},
                                      ConfigField{"mlp_bias", mlp_bias, noted, false}});
+
+inline constexpr auto kFields =
+    joined(kCommonFields, std::array{ConfigField{"attention_bias", attention_bias, noted, true}});
 
 inline constexpr Preset kPresets[] = {{.name = "qwen2.5-7b",
                                        .dtype = DType::bf16,
@@ -28,17 +32,10 @@ inline constexpr Preset kPresets[] = {{.name = "qwen2.5-7b",
                                        .rope_theta = 1e6,
                                        .layer_norm_eps = 1e-6}};
 
-inline constexpr FamilySpec kFamily{.model_type = "qwen2",
-                                    .class_name = "Qwen2ForCausalLM",
-                                    .names = llama::kNames,
-                                    .stored = llama::kStored,
-                                    .buffers = llama::kBuffers,
-                                    .norm = NormKind::rmsnorm,
-                                    .dense_bias_as_qkv = false,
-                                    .activations = llama::kActivations,
-                                    .activation_module = "mlp.act_fn",
-                                    .rope_types = llama::kRopeTypes,
-                                    .fields = kFields,
-                                    .presets = kPresets};
+inline constexpr FamilySpec kFamily = [] {
+  FamilySpec f = llama::family("qwen2", "Qwen2ForCausalLM", kFields, kPresets);
+  f.dense_bias_as_qkv = false;
+  return f;
+}();
 
 }  // namespace cf::families::qwen2

@@ -1,5 +1,5 @@
 #pragma once
-#include "core/families/llama.hpp"
+#include "core/families/qwen2.hpp"
 
 /// Qwen3, dense (arXiv:2505.09388): Llama's layer, with an RMSNorm of each head of q and of k before RoPE. Source:
 /// transformers' Qwen3Config and Qwen3Model.
@@ -15,22 +15,9 @@ constexpr ModelNames with_head_norms(ModelNames names) {
 using enum ConfigKey;
 using enum FieldUse;
 
-/// Llama's fields, with a head_dim that does not follow from other sizes.
-constexpr auto with_head_dim(auto fields) {
-  for (ConfigField& field : fields)
-    if (field.key == ConfigKey::head_dim) field = {"head_dim", ConfigKey::head_dim, read, 128};
-  return fields;
-}
-
-inline constexpr auto kFields =
-    joined(with_head_dim(llama::kCommonFields),
-           std::array{ConfigField{"num_key_value_heads", num_key_value_heads, read, 32},
-                      ConfigField{"max_position_embeddings", max_position_embeddings, read, 32768},
-                      ConfigField{"sliding_window", sliding_window, read, 4096},
-                      ConfigField{"use_sliding_window", use_sliding_window, read, false},
-                      ConfigField{"max_window_layers", max_window_layers, read, 28},
-                      ConfigField{"attention_bias", attention_bias, read, false},
-                      ConfigField{"mlp_bias", mlp_bias, noted, false}});
+/// head_dim does not follow from other sizes.
+inline constexpr auto kFields = joined(with_field(qwen2::kCommonFields, {"head_dim", head_dim, read, 128}),
+                                       std::array{ConfigField{"attention_bias", attention_bias, read, false}});
 
 constexpr Preset preset(std::string_view name, std::int64_t hidden, std::int64_t layers, std::int64_t heads,
                         std::int64_t intermediate, bool tied) {
@@ -51,17 +38,11 @@ inline constexpr Preset kPresets[] = {
     preset("qwen3-0.6b", 1024, 28, 16, 3072, true), preset("qwen3-1.7b", 2048, 28, 16, 6144, true),
     preset("qwen3-4b", 2560, 36, 32, 9728, true), preset("qwen3-8b", 4096, 36, 32, 12288, false)};
 
-inline constexpr FamilySpec kFamily{.model_type = "qwen3",
-                                    .class_name = "Qwen3ForCausalLM",
-                                    .names = with_head_norms(llama::kNames),
-                                    .stored = llama::kStored,
-                                    .buffers = llama::kBuffers,
-                                    .norm = NormKind::rmsnorm,
-                                    .head_norm = true,
-                                    .activations = llama::kActivations,
-                                    .activation_module = "mlp.act_fn",
-                                    .rope_types = llama::kRopeTypes,
-                                    .fields = kFields,
-                                    .presets = kPresets};
+inline constexpr FamilySpec kFamily = [] {
+  FamilySpec f = llama::family("qwen3", "Qwen3ForCausalLM", kFields, kPresets);
+  f.names = with_head_norms(f.names);
+  f.head_norm = true;
+  return f;
+}();
 
 }  // namespace cf::families::qwen3

@@ -167,7 +167,8 @@ Status ModelConfig::validate() const {
     const auto* fixed = std::get_if<bool>(&field.otherwise);
     bool* const* value = nullptr;
     const ConfigMember member = member_of(given, field.key);
-    if (field.use == FieldUse::noted && fixed) value = std::get_if<bool*>(&member);
+    const bool has_no_other = field.use == FieldUse::noted || field.use == FieldUse::asserted;
+    if (has_no_other && fixed) value = std::get_if<bool*>(&member);
     if (value && **value != *fixed)
       return refuse("expected " + std::string(to_string(field.key)) + " " + (*fixed ? "true" : "false") + " in " +
                     type + ", got " + (*fixed ? "false" : "true"));

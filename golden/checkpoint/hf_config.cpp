@@ -256,8 +256,9 @@ void read_family(Reading& r) {
       case ConfigKey::num_key_value_heads: read_kv_heads(r, field); break;
       case ConfigKey::head_dim: read_head_dim(r, field); break;
       case ConfigKey::rope_theta:
+      case ConfigKey::rotary_fraction:
       case ConfigKey::sliding_window: break;  // below
-      default: read_member(r, field);
+      default: field.use == FieldUse::asserted ? read_asserted(r, field) : read_member(r, field);
     }
   }
   r.m.sliding_window = read_window(r);

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Dumps one step of one layer, or a whole model's greedy run, from Hugging Face into a golden file: of GPT-NeoX, Llama,
-Mistral, Qwen2, Qwen3 or GPT-2.
+"""Dumps one step of one layer, or a whole model's greedy run, from Hugging Face into a golden file, of any family in
+core/families.
 
 The layer runs in float64, the reference, and in the stored dtype with eager and sdpa attention, each on the same stored
 bits. The file holds the inputs and the output of every step of the layer ("taps"), in the schema of golden_file.hpp.

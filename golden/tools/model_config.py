@@ -204,6 +204,10 @@ def parse_config(text, source):
     values = {"model_type": config["model_type"]}
     for field in family["fields"]:
         name, key = field["name"], field["key"]
+        if field["use"] == "asserted" and "otherwise" in field:
+            found, built = rope.get(inside.get(key), config.get(name)), field["otherwise"]
+            if found not in (None, built):
+                raise Refusal(f"{source}: {name} must be {built!r}, got {found!r}")
         kind = Model.__annotations__.get(key)
         if field["use"] not in READ or not kind:
             continue

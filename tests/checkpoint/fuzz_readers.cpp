@@ -86,6 +86,7 @@ TEST_CASE("fuzz: mutated configs") {
       to_hf_json(*find_preset("qwen2.5-7b")),
       to_hf_json(*find_preset("qwen3-4b")),
       to_hf_json(*find_preset("gpt2")),
+      to_hf_json(*find_preset("stablelm-3b-4e1t")),
       R"({"model_type":"mistral","hidden_size":64,"num_hidden_layers":2,"num_attention_heads":4,"head_dim":128,)"
       R"("intermediate_size":72,"vocab_size":128,"num_key_value_heads":1,"sliding_window":4096,"dtype":"float16",)"
       R"("max_position_embeddings":512,"rope_parameters":{"rope_type":"llama3","rope_theta":1e6,"factor":8,)"

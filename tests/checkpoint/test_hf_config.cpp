@@ -254,6 +254,13 @@ TEST_CASE("config: absent fields have transformers' defaults of each type") {
   CHECK(m->num_key_value_heads == 32);
   CHECK(m->max_position_embeddings == 32768);
   CHECK(m->head_dim() == 10);
+  m = parse(minimal_of("stablelm", R"(,"num_key_value_heads":2,"use_qkv_bias":true,"use_parallel_residual":false)"));
+  REQUIRE(m.status().message() == "");
+  CHECK(m->rotary_dim == 20);
+  CHECK(m->spec().traits.norm == NormKind::layernorm);
+  CHECK(m->spec().traits.residual == Residual::sequential);
+  CHECK(m->spec().traits.qkv_bias);
+  CHECK_FALSE(m->spec().traits.dense_bias);
 }
 
 // As transformers writes GPT-2's, and as the published file has it: without n_inner.
@@ -422,6 +429,9 @@ TEST_CASE("config: what other layers ask for and is not built is refused by name
       {"gpt2",
        R"(,"n_embd":9223372036854775807,"n_layer":1,"n_head":1,"n_positions":8)",
        {"hidden_size must be", "got 9223372036854775807"}},
+      {"stablelm", R"(,"use_parallel_residual":true)", {"'use_parallel_residual' is true, expected false"}},
+      {"stablelm", R"(,"qk_layernorm":true)", {"'qk_layernorm' is true", "not built"}},
+      {"stablelm", R"(,"rope_scaling":{"type":"linear","factor":2})", {"'rope_type' is 'linear'", "'default'"}},
       {"llama", R"(,"rms_norm_eps":0)", {"layer_norm_eps must be positive"}}};
   for (const auto& [type, more, parts] : table) {
     CAPTURE(type, more);

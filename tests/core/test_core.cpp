@@ -114,7 +114,8 @@ TEST_CASE("Presets beside Pythia's have the published numbers of parameters", "[
                                                             {"qwen3-1.7b", 1720574976},
                                                             {"qwen3-4b", 4022468096},
                                                             {"qwen3-8b", 8190735360},
-                                                            {"gpt2", 124439808}};
+                                                            {"gpt2", 124439808},
+                                                            {"stablelm-3b-4e1t", 2795443200}};
   REQUIRE(presets().size() == pythia_presets().size() + std::size(published) + 1);  // and GPT-NeoX-20B
   for (const auto& [name, parameters] : published) {
     CAPTURE(name);
@@ -124,11 +125,11 @@ TEST_CASE("Presets beside Pythia's have the published numbers of parameters", "[
     CHECK(m->validate());
     const ModelSpec s = m->spec();
     CHECK(check_model(s));
-    const bool gpt2 = m->model_type == ModelType::gpt2;
-    CHECK(s.traits.norm == (gpt2 ? NormKind::layernorm : NormKind::rmsnorm));
+    const bool gpt2 = m->model_type == ModelType::gpt2, stablelm = m->model_type == ModelType::stablelm;
+    CHECK(s.traits.norm == (gpt2 || stablelm ? NormKind::layernorm : NormKind::rmsnorm));
     CHECK(s.traits.residual == Residual::sequential);
     CHECK(s.traits.positions == (gpt2 ? Positions::learned : Positions::rope));
-    CHECK(s.shape.rotary_dim == (gpt2 ? 0 : s.shape.head_dim));
+    CHECK(s.shape.rotary_dim == (gpt2 ? 0 : stablelm ? s.shape.head_dim / 4 : s.shape.head_dim));
     CHECK(s.shape.head_norm == (m->model_type == ModelType::qwen3));
     CHECK(s.traits.qkv_bias == (gpt2 || m->model_type == ModelType::qwen2));
     CHECK(s.traits.dense_bias == gpt2);

@@ -162,6 +162,9 @@ TEST_CASE("What a family has no field for is refused by name", "[families]") {
             qwen2, [](M& m) { m.attention_bias = false; }, "expected attention_bias true in qwen2, got false") == "");
   CHECK(refused(
             qwen2, [](M& m) { m.mlp_bias = true; }, "expected mlp_bias false in qwen2, got true") == "");
+  CHECK(refused(
+            "stablelm-3b-4e1t", [](M& m) { m.use_parallel_residual = true; },
+            "expected use_parallel_residual false in stablelm, got true") == "");
 }
 
 TEST_CASE("A rotary_dim is asked for with RoPE, and refused without", "[families]") {

@@ -206,6 +206,7 @@ class Config(unittest.TestCase):
             "qwen3-4b": 4022468096,
             "qwen3-8b": 8190735360,
             "gpt2": 124439808,
+            "stablelm-3b-4e1t": 2795443200,
         }
         for name, parameters in published.items():
             shapes = model_config.model_shapes(model_config.PRESETS[name])
@@ -220,7 +221,14 @@ class Config(unittest.TestCase):
 
     def test_refusals(self):
         for change, words in [
-            ({"model_type": "gemma"}, "model_type must be one of gpt_neox, llama, mistral, qwen2, qwen3, gpt2, got 'gemma'"),
+            (
+                {"model_type": "gemma"},
+                "model_type must be one of gpt_neox, llama, mistral, qwen2, qwen3, gpt2, stablelm, got 'gemma'",
+            ),
+            (
+                {"model_type": "llama", "partial_rotary_factor": 0.5},
+                "partial_rotary_factor must be 1.0, got 0.5",
+            ),
             ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be default, got 'linear'"),
             ({"hidden_act": "relu"}, "hidden_act must be one of gelu, "),
             ({"num_attention_heads": 3}, "num_attention_heads must divide hidden_size 32, got 3"),

@@ -24,8 +24,8 @@ Model = TypeVar("Model")
 
 
 def speed_up(model: Model) -> Model:
-    """Lets a loaded ``GPTNeoXForCausalLM``, ``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM``,
-    ``Qwen3ForCausalLM`` or ``GPT2LMHeadModel`` run on cf_ops, and returns the same object.
+    """Lets a loaded model with a head, such as ``GPTNeoXForCausalLM`` or ``GPT2LMHeadModel``, run on cf_ops, and returns
+    the same object. The package's page lists the families.
 
     Prefill and decode steps of ``model(...)`` and ``model.generate(...)`` run on cf_ops: greedy or sampled, one
     sequence or a batch with left padding. Weights are read where torch keeps them, so there is no second copy, and a
