@@ -149,10 +149,10 @@ def activations(
 ) -> Activations:
     """Writes what a model's modules make of each prompt, to files of safetensors in the folder `out`.
 
-    taps: names of Hugging Face, "hidden_states.3" or a module's such as "gpt_neox.layers.3.mlp"; of TransformerLens, such
-    as "blocks.3.hook_resid_pre", with the values of from_pretrained_no_processing(); or those of :meth:`Model.run`. A *
-    stands for any layer. None: all hidden states. An attention's or MLP's output is the difference of two residuals, so
-    that its error is a rounding of those; models that compute in 16 bits refuse it.
+    taps: names of Hugging Face, "hidden_states.3" or a module's such as "gpt_neox.layers.3.mlp"; of TransformerLens,
+    such as "blocks.3.hook_resid_pre", with the values of from_pretrained_no_processing(); or those of
+    :meth:`Model.run`. A * stands for any layer. None: all hidden states. An attention's or MLP's output is the
+    difference of two residuals, so that its error is a rounding of those; models that compute in 16 bits refuse it.
 
     stop_at_layer: the first so many layers run, as in TransformerLens. Where it is None, as many as the taps need. On a
     GPU all layers run.
@@ -164,8 +164,8 @@ def activations(
     booleans for each prompt, or a function of its ids that returns one. Both None: every position.
 
     Each file, activations-00000-of-N.safetensors, has whole prompts up to about `rows_of_file` rows: a tensor
-    (rows, ...) for each tap, and ids, prompt and position of each row in int32. Memory beside the model's is that of one
-    prompt. The same call goes on where an earlier one was interrupted, with the first file that is missing.
+    (rows, ...) for each tap, and ids, prompt and position of each row in int32. Memory beside the model's is that
+    of one prompt. The same call goes on where an earlier one was interrupted, with the first file that is missing.
 
     Raises ValueError for a tap that the model does not have, ids outside the vocabulary, masks of other lengths,
     positions outside a prompt, and a folder with activations of another call; MemoryError and OSError.

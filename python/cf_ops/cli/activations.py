@@ -28,8 +28,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "--tap",
         action="append",
         metavar="NAME",
-        help="such as hidden_states.3, gpt_neox.layers.3.mlp or 'blocks.*.hook_resid_pre'; may be repeated; all hidden "
-        "states when left out",
+        help="a name of Hugging Face or TransformerLens, such as hidden_states.3 or 'blocks.*.hook_mlp_out'; may be "
+        "repeated; all hidden states when left out",
     )
     parser.add_argument("--stop-at-layer", type=program.integer(1, _MOST), metavar="N", help="run the first N layers")
     parser.add_argument(
