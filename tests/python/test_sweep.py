@@ -190,7 +190,7 @@ def test_surprisal_is_what_perplexity_means(checkpoints: pathlib.Path) -> None:
 
 
 def test_a_plot_has_the_metrics(revision: Callable[..., pathlib.Path], tmp_path: pathlib.Path) -> None:
-    made = cf_ops.sweep([revision(0), revision(1)], {"one": lambda m: 1.0, "two": lambda m: 2.0})
+    made = cf_ops.sweep([revision(0), revision(1)], {"one": lambda m: 1.0, "two": lambda m: {"": 2.0, "error": 0.1}})
     if "matplotlib" not in sys.modules and not _has_matplotlib():
         with pytest.raises(ImportError, match="pip install matplotlib"):
             made.plot(tmp_path / "plot.svg")
@@ -227,7 +227,8 @@ def test_the_command(revision: Callable[..., pathlib.Path], tmp_path: pathlib.Pa
     table = list(csv.DictReader((tmp_path / "table.csv").open()))
     nats = np.loadtxt(tmp_path / "nats" / "model-step2.csv", delimiter=",", skiprows=1)
     assert (nats[:, 1] == IDS).all() and np.nanmean(nats[:, 2]) == pytest.approx(float(table[1]["surprisal.mean"]))
-    assert float(table[1]["surprisal.mean"]) == pytest.approx(float(table[1]["perplexity.nll"]))
+    assert math.exp(float(table[1]["surprisal.mean"])) == pytest.approx(float(table[1]["perplexity"]))
+    assert float(table[1]["perplexity.error"]) > 0
     assert float(table[0]["layers"]) == 2 and 0 <= float(table[0]["memorization.accuracy"]) <= 1
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["faults"] == [{"revision": "model-step4", "what": "all tensors are those of model-step2"}]
