@@ -1,4 +1,4 @@
-"""``python -m cf_ops``: what this installation is and whether its ops are right; ``generate``, ``bench``, ``eval``."""
+"""``python -m cf_ops``: what this installation is and whether its ops are right; ``generate``, ``bench``, ``eval``, ``serve``."""
 
 import sys
 

@@ -104,8 +104,8 @@ def check_output(args: argparse.Namespace) -> None:
         raise ValueError(f"--json: expected a file of its own, got {report!r}, which is one of --model {args.model}")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of every command that runs a model."""
+def add_model(parser: argparse.ArgumentParser, json: bool = True) -> None:
+    """Declares the arguments of every command that runs a model. json: whether it writes a report."""
     parser.add_argument(
         "--model",
         required=True,
@@ -126,7 +126,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--activation", choices=["float32", "float64"], help="the CPU's; float32 when left out, float64 is the oracle"
     )
     parser.add_argument("--threads", type=integer(1, 1024), help="the CPU's threads; one a core when left out")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write everything as JSON")
+    if json:
+        parser.add_argument("--json", type=output_file, metavar="FILE", help="write everything as JSON")
 
 
 def device(text: str) -> str:
