@@ -46,11 +46,10 @@ Result<std::unique_ptr<Model>> Model::create(const ModelSpec& model, ModelWeight
 template <class F>
 void Model::for_each_tensor(const ModelSpec& m, const Options& o, F&& f) {
   const ModelShape& s = m.shape;
-  // A slot that a step leaves out gets an entry behind its own, which no one reads: there is room for one more.
-  const std::int64_t entries = o.capacity + 1, tokens = std::max(o.slots, std::min(o.chunk, o.capacity));
+  const std::int64_t tokens = std::max(o.slots, std::min(o.chunk, o.capacity));
   for (std::int64_t i = 0; i < s.num_layers; ++i)
     for (auto caches : {&Model::k_caches_, &Model::v_caches_})
-      f(caches, o.activation, Shape{o.slots, s.num_kv_heads, entries, s.head_dim});
+      f(caches, o.activation, Shape{o.slots, s.num_kv_heads, o.capacity, s.head_dim});
   LayerTensors views;
   for_each_activation(
       s, {.batch = tokens},
@@ -61,7 +60,7 @@ void Model::for_each_tensor(const ModelSpec& m, const Options& o, F&& f) {
   for (int i = 0; i < 2; ++i) f(&Model::hidden_, o.activation, Shape{tokens, s.hidden_size});
   f(&Model::final_norm_, o.activation, Shape{tokens, s.hidden_size});
   for (auto logits : {&Model::logits_, &Model::step_logits_}) f(logits, o.activation, Shape{o.slots, s.vocab_size});
-  for (auto table : {&Model::cos_, &Model::sin_}) f(table, DType::f32, Shape{entries, s.rotary_dim / 2});
+  for (auto table : {&Model::cos_, &Model::sin_}) f(table, DType::f32, Shape{o.capacity, s.rotary_dim / 2});
 }
 
 ModelBytes Model::bytes(const ModelSpec& m, const Options& o) {
@@ -117,19 +116,17 @@ Status Model::pass(std::int64_t slot, std::span<const std::int32_t> ids, std::sp
                    AnyView<2> logits, const Visit& visit) {
   const ModelShape& s = spec_.shape;
   const auto batch = std::int64_t(kv_len.size()), tokens = std::int64_t(ids.size()), q_len = tokens / batch;
-  const std::int64_t entries = options_.capacity + 1;
   std::vector<std::int32_t> positions;
-  // A slot that is left out may be full: its token then has the last position again.
-  const std::int64_t last = entry_limit(spec_, entries).most - 1;
   for (std::int32_t n : kv_len)
-    for (std::int64_t i = 0; i < q_len; ++i) positions.push_back(std::int32_t(std::min(last, n - q_len + i)));
+    for (std::int64_t i = 0; i < q_len; ++i)
+      positions.push_back(n == kIdleLength ? 0 : std::int32_t(n - q_len + i));  // an idle row needs some valid position
 
   ModelTensors t;
   t.ids = {ids.data(), {tokens}};
   for (std::size_t i = 0; i < 2; ++i) t.hidden[i] = row_of(hidden_[i], 0, tokens);
   std::size_t next = 0;
   for_each_activation(
-      s, {.batch = batch, .q_len = q_len, .table_rows = entries, .capacity = entries},
+      s, {.batch = batch, .q_len = q_len, .table_rows = capacity(), .capacity = capacity()},
       [&](const TensorSpec& spec, auto& view, auto shape) {
         if (is_made(spec)) point(view, activations_[next++].data(), shape, options_.activation);
       },
@@ -201,8 +198,9 @@ Status Model::read(const StepPart& prompt, bool own) {
 
 Status Model::decode(std::span<const StepPart> parts) {
   if (parts.empty()) return {};
-  std::vector<std::int32_t> ids(static_cast<std::size_t>(slots())), kv_len;
-  for (std::int64_t slot = 0; slot < slots(); ++slot) kv_len.push_back(std::int32_t(length(slot) + 1));
+  // Every slot has a row, so that what a row is given does not depend on the number of runs; the rest are idle.
+  const auto rows = static_cast<std::size_t>(slots());
+  std::vector<std::int32_t> ids(rows), kv_len(rows, kIdleLength);
   for (const StepPart& p : parts) {
     ids[std::size_t(p.run.sequence)] = p.ids[0];
     kv_len[std::size_t(p.run.sequence)] = std::int32_t(p.run.first_position + 1);

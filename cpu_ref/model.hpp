@@ -46,8 +46,8 @@ class Model final : public ModelRunner {
 
   std::int64_t length(std::int64_t slot) const override { return lengths_[slot]; }
 
-  /// A prompt's run goes through the model by itself, `chunk` tokens at a time; those that decode go through it together
-  /// with the slots that have no run.
+  /// A prompt's run goes through the model by itself, `chunk` tokens at a time; those that decode go through it together.
+  /// A slot without a run is idle then: its cache keeps its bits, and its row of what a site makes has no meaning.
   Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
@@ -69,7 +69,7 @@ class Model final : public ModelRunner {
   template <class F>
   static void for_each_tensor(const ModelSpec& model, const Options& options, F&& f);
   /// Takes `ids` through the model, for the slots from `slot` on, each with as many tokens; the logits are those of the
-  /// last rows. `kv_len` is each slot's, with the new tokens.
+  /// last rows. `kv_len` is each slot's, with the new tokens, or kIdleLength.
   Status pass(std::int64_t slot, std::span<const std::int32_t> ids, std::span<const std::int32_t> kv_len,
               AnyView<2> logits, const Visit& visit);
   Status read(const StepPart& prompt, bool own);
@@ -86,7 +86,7 @@ class Model final : public ModelRunner {
   std::shared_ptr<const void> owner_;
   SlotLengths lengths_;
   std::vector<std::int32_t> last_ids_;       // by slot: the token of its last entry
-  std::vector<Tensor> k_caches_, v_caches_;  // by layer: (slots, kv_heads, capacity + 1, head_dim)
+  std::vector<Tensor> k_caches_, v_caches_;  // by layer: (slots, kv_heads, capacity, head_dim)
   std::vector<Tensor> activations_;          // the layer's outputs, in the order of for_each_activation
   std::vector<Tensor> hidden_;               // the embedding and the layers' outputs, in turn
   Tensor cos_, sin_, final_norm_, logits_, step_logits_;

@@ -30,6 +30,10 @@ struct StepLogits {
   std::optional<std::uintptr_t> stream{};
 };
 
+/// What is asked of a step's log-probabilities, and what a row of logits says: core/model/score.hpp.
+struct ScoreRequest;
+struct RowScore;
+
 /// What a decoder asks of a backend: a model on one device, with a KV cache of `slots` sequences. Each slot is
 /// one row of a step's batch, also while no sequence holds the slot.
 class ModelRunner {
@@ -93,6 +97,12 @@ class ModelRunner {
   /// run() for one token of each of these slots, which makes their own logits. Nothing happens without tokens.
   Status step(std::span<const Token> tokens);
 
+  /// run() for the log-probabilities of ids behind the runs' tokens, by row; the slots' own logits stay as they are.
+  /// Refuses what check_step() and check_request() refuse. Here the rows' logits are made on the host, all at a time; a
+  /// backend may make fewer at a time, or none.
+  virtual Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
+                                              const ScoreRequest& request);
+
   /// Chooses the next id of each draw's slot. A choice that fails, for example among logits that are NaN, has a Status
   /// of its own.
   virtual std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) = 0;
@@ -100,6 +110,17 @@ class ModelRunner {
   virtual Result<Tensor> logits(std::int64_t slot) = 0;
   /// Forgets a slot's entries.
   virtual void release(std::int64_t slot) = 0;
+
+  /// The tokens that a decoder gives a step where its user does not say: those of running sequences first, then pieces
+  /// of prompts. 0: each prompt is read whole, in a step of its own.
+  virtual std::int64_t preferred_step_tokens() const { return 0; }
+  /// The entries of a page of the cache, whose pages all slots take from one pool; 0: each slot has entries of its own.
+  virtual std::int64_t page_entries() const { return 0; }
+  /// Code::out_of_memory where too few pages are free for the entries that run() would write.
+  virtual Status check_room(std::span<const Run>) const { return {}; }
+  /// Gives a slot without entries the first n of another slot. They share pages, and each of the two gets a copy of a
+  /// page before it writes to it. Code::unimplemented without pages.
+  virtual Status fork(std::int64_t from, std::int64_t to, std::int64_t n);
 
   /// Calls `visit` for every site of every run() from now on; an empty one ends that. A call
   /// ends with the first Status of `visit` that is not ok.

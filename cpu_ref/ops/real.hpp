@@ -57,10 +57,12 @@ Status check_lengths(std::string_view op, View<const std::int32_t, 1> kv_len, Ro
   return check_lengths(op, kv_len, table_of(runs, d.batch, d.q_len), most);
 }
 
-/// Accumulates a Condition. One thread calls add() once for each output element.
+/// Accumulates a Condition. One thread calls add() once for each output element. NaN, as in an idle sequence's rows,
+/// takes no part.
 class ConditionSum {
  public:
   void add(double largest_partial, double result) {
+    if (std::isnan(result)) return;
     partial2_ += largest_partial * largest_partial;
     result2_ += result * result;
     largest_partial_ = std::max(largest_partial_, std::abs(largest_partial));

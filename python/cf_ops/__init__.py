@@ -12,6 +12,8 @@ except ImportError as error:
 from cf_ops import hf, ops
 from cf_ops._core import CfError
 from cf_ops._device import cuda_available
+from cf_ops._memorize import Memorized, memorize
+from cf_ops._sweep import Sweep, pythia_steps, surprisal, sweep
 from cf_ops.model import Generated, Generation, GenerationInterrupted, Model, Perplexity, load
 
 __version__ = _core.version()
@@ -22,11 +24,17 @@ __all__ = [
     "Generated",
     "Generation",
     "GenerationInterrupted",
+    "Memorized",
     "Model",
     "Perplexity",
+    "Sweep",
     "__version__",
     "cuda_available",
     "hf",
     "load",
+    "memorize",
     "ops",
+    "pythia_steps",
+    "surprisal",
+    "sweep",
 ]

@@ -1,4 +1,5 @@
-"""``python -m cf_ops``: what this installation is and whether its ops are right; ``generate``, ``bench``, ``eval``, ``serve``."""
+"""``python -m cf_ops``: what this installation is and whether its ops are right; ``generate``, ``eval``,
+``memorize``, ``sweep``, ``bench``, ``serve``."""
 
 import sys
 

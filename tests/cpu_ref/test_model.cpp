@@ -531,6 +531,49 @@ TEST_CASE("A sequence that reaches the capacity says so and keeps its ids; the o
   CHECK(taken(d.ids(full)).size() == 1);
 }
 
+TEST_CASE("A slot that a step leaves out keeps its cache, also a full one, and is no part of the condition",
+          "[model]") {
+  const Small small;
+  const std::int64_t capacity = 6, kv_size = 6 * 48;
+  const auto model = small.model({.slots = 3, .capacity = capacity, .activation = DType::f64});
+  require_ok(model->prefill(0, 0, ids_of(capacity, 1)));
+  require_ok(model->prefill(1, 0, ids_of(3, 2)));
+  require_ok(model->prefill(2, 0, ids_of(2, 3)));
+  std::map<std::string, std::vector<double>> caches[2];
+  int nth = 0;
+  model->watch([&](const ModelSite& site, std::span<const Model::SiteTensor> tensors) -> Status {
+    for (const auto& t : tensors)
+      if (t.role == Role::cache) {
+        CHECK(t.shape == Shape{3, 3, capacity, 16});
+        const auto* values = static_cast<const double*>(t.data);
+        caches[nth][site.name() + t.name] = {values, values + t.size()};
+      }
+    return {};
+  });
+  Condition total{0, 0};
+  model->measure(&total);
+  for (std::int64_t i = 0; i < 2; ++i, ++nth) {
+    const ModelRunner::Token token{.slot = 1, .id = 5, .position = 3 + i};
+    require_ok(model->step(std::span(&token, 1)));
+  }
+  CHECK(std::isfinite(total.l2));
+  CHECK(total.max > 1);
+  REQUIRE(caches[0].size() == 2 * 3);  // keys and values of three layers
+  for (const auto& [name, before] : caches[0])
+    for (std::size_t i = 0; i < before.size(); ++i) {
+      const std::int64_t slot = std::int64_t(i) / kv_size, entry = std::int64_t(i) / 16 % capacity;
+      if ((before[i] == caches[1][name][i]) == (slot == 1 && entry == 4)) FAIL(name << " of slot " << slot);
+    }
+  CHECK(model->length(0) == capacity);
+  const auto alone = small.model({.slots = 3, .capacity = capacity, .activation = DType::f64});
+  require_ok(alone->prefill(1, 0, ids_of(3, 2)));
+  for (std::int64_t i = 0; i < 2; ++i) {
+    const ModelRunner::Token token{.slot = 1, .id = 5, .position = 3 + i};
+    require_ok(alone->step(std::span(&token, 1)));
+  }
+  CHECK(bits(taken(model->logits(1))) == bits(taken(alone->logits(1))));
+}
+
 namespace {
 
 /// A model that forgets to forget: a slot's next sequence follows the entries of the one before.

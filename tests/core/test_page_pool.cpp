@@ -1,0 +1,230 @@
+// A pool of pages: random operations against sequences that each keep their entries for themselves.
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "core/page_pool.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/refusal.hpp"
+
+using namespace cf;
+using namespace cf::test;
+
+namespace {
+
+using Write = PagePool::Write;
+using Copy = PagePool::Copy;
+
+/// The pages' memory as a backend has it, and what each sequence should read there.
+struct Memory {
+  PagePool pool;
+  std::vector<std::vector<int>> pages;
+  std::vector<std::vector<int>> expected;  // by sequence
+  int next = 0;                            // each entry that is written is another number
+
+  Memory(std::int64_t sequences, std::int64_t count, std::int64_t page_entries)
+      : pool(sequences, count, page_entries),
+        pages(std::size_t(count), std::vector<int>(std::size_t(page_entries), -1)),
+        expected(std::size_t(sequences)) {}
+
+  int& at(std::int64_t sequence, std::int64_t entry) {
+    const std::int64_t n = pool.page_entries();
+    return pages[std::size_t(pool.table(sequence)[std::size_t(entry / n)])][std::size_t(entry % n)];
+  }
+  /// A step of a backend: it reserves, copies and writes.
+  Status write(const std::vector<Write>& writes) {
+    CF_TRY_ASSIGN(const std::vector<Copy> copies, pool.reserve(writes));
+    for (const Copy& c : copies)
+      for (std::int64_t i = 0; i < c.entries; ++i)
+        pages[std::size_t(c.to)][std::size_t(i)] = pages[std::size_t(c.from)][std::size_t(i)];
+    for (const auto& [sequence, first, count] : writes) {
+      auto& mine = expected[std::size_t(sequence)];
+      mine.resize(std::size_t(first));
+      for (std::int64_t e = first; e < first + count; ++e) {
+        if (pool.references(pool.table(sequence)[std::size_t(e / pool.page_entries())]) != 1)
+          return Status::error(Code::device_error, "a page is written that others share");
+        mine.push_back(at(sequence, e) = next++);
+      }
+    }
+    return {};
+  }
+  /// "" if every sequence reads what it wrote, and every page is owned by those who should have it.
+  std::string fault() {
+    std::map<std::int32_t, std::int64_t> owners;
+    for (std::int64_t s = 0; s < pool.sequences(); ++s) {
+      const auto& mine = expected[std::size_t(s)];
+      const std::string name = "sequence " + std::to_string(s);
+      if (pool.length(s) != std::int64_t(mine.size())) return name + " has another length";
+      const std::int64_t n = pool.page_entries(), needed = (pool.length(s) + n - 1) / n;
+      if (std::int64_t(pool.table(s).size()) != needed) return name + " has other pages than it needs";
+      for (std::int32_t page : pool.table(s)) ++owners[page];
+      for (std::size_t e = 0; e < mine.size(); ++e)
+        if (at(s, std::int64_t(e)) != mine[e]) return name + " reads another's entry at " + std::to_string(e);
+    }
+    for (std::int64_t page = 0; page < pool.pages(); ++page)
+      if (pool.references(std::int32_t(page)) != owners[std::int32_t(page)])
+        return "page " + std::to_string(page) + " has another number of owners";
+    std::int64_t unowned = 0;
+    for (const auto& [page, n] : owners) unowned += n == 0;
+    return pool.free_pages() == unowned ? "" : "a page is lost, or free twice";
+  }
+};
+
+/// Everything that a pool says.
+std::vector<std::vector<std::int32_t>> state_of(const PagePool& pool) {
+  std::vector<std::vector<std::int32_t>> state;
+  for (std::int64_t s = 0; s < pool.sequences(); ++s) {
+    state.emplace_back(pool.table(s).begin(), pool.table(s).end());
+    state.back().push_back(std::int32_t(pool.length(s)));
+  }
+  state.push_back({std::int32_t(pool.free_pages())});
+  return state;
+}
+
+}  // namespace
+
+TEST_CASE("A sequence gets a page when the one before is full, and gives it back with its last entry", "[pages]") {
+  PagePool pool(2, 4, 3);
+  const Write two{.sequence = 0, .first = 0, .count = 2}, third{0, 2, 1}, fourth{0, 3, 1};
+  REQUIRE(pool.reserve({&two, 1}));
+  CHECK(std::vector(pool.table(0).begin(), pool.table(0).end()) == std::vector<std::int32_t>{0});
+  REQUIRE(pool.reserve({&third, 1}));
+  CHECK(pool.free_pages() == 3);
+  REQUIRE(pool.reserve({&fourth, 1}));
+  CHECK(pool.free_pages() == 2);
+  CHECK(pool.length(0) == 4);
+  REQUIRE(pool.truncate(0, 3));
+  CHECK(pool.free_pages() == 3);
+  pool.release(0);
+  CHECK(pool.length(0) == 0);
+  CHECK(pool.free_pages() == 4);
+}
+
+TEST_CASE("A fork shares pages until one of the two writes", "[pages]") {
+  PagePool pool(3, 5, 4);
+  const Write first{.sequence = 0, .first = 0, .count = 6};
+  REQUIRE(pool.reserve({&first, 1}));
+  REQUIRE(pool.fork(0, 1, 6));
+  REQUIRE(pool.fork(0, 2, 4));
+  CHECK(pool.free_pages() == 3);
+  CHECK(pool.references(0) == 3);
+  CHECK(pool.references(1) == 2);
+  // The page of entries 4 and 5 has two owners: the first that writes gets a copy, the other one keeps it.
+  const std::vector<Write> both{{.sequence = 1, .first = 6, .count = 1}, {.sequence = 0, .first = 6, .count = 1}};
+  const auto copies = pool.reserve(both);
+  REQUIRE(copies);
+  CHECK(*copies == std::vector<Copy>{{.from = 1, .to = 2, .entries = 2}});
+  // Whoever begins a page behind shared ones needs no copy.
+  const Write behind{.sequence = 2, .first = 4, .count = 1};
+  const auto none = pool.reserve({&behind, 1});
+  REQUIRE(none);
+  CHECK(none->empty());
+  CHECK(pool.references(0) == 3);
+}
+
+TEST_CASE("What a pool refuses changes nothing", "[pages][bad]") {
+  PagePool pool(3, 3, 4);
+  const Write full{.sequence = 0, .first = 0, .count = 8};
+  REQUIRE(pool.reserve({&full, 1}));
+  const auto before = state_of(pool);
+  const auto refused = [&](const std::vector<Write>& writes, Code code, std::initializer_list<std::string_view> parts) {
+    const std::string checked = refusal_fault(pool.check(writes), code, parts);
+    return checked.empty() ? refusal_fault(pool.reserve(writes).status(), code, parts) : checked;
+  };
+  CHECK(refused({{0, 8, 1}, {1, 0, 1}}, Code::out_of_memory,
+                {"pages: expected free ones for 2 more entries, got 1 of 3 pages of 4 entries"}) == "");
+  CHECK(refused({{1, 0, std::int64_t(1) << 62}}, Code::out_of_memory, {"pages: expected free ones"}) == "");
+  CHECK(refused({{3, 0, 1}}, Code::invalid_argument, {"pages: expected a sequence of 0 to 2, got 3"}) == "");
+  CHECK(refused({{1, 1, 1}}, Code::invalid_argument, {"sequence 1: expected a first entry of 0 to 0, got 1"}) == "");
+  CHECK(refused({{1, 0, 0}}, Code::invalid_argument, {"sequence 1: expected at least one entry, got 0"}) == "");
+  CHECK(refused({{1, 0, 1}, {1, 0, 1}}, Code::invalid_argument, {"sequence 1: expected one write a step"}) == "");
+  const auto fault = [](const Status& s, std::initializer_list<std::string_view> parts) {
+    return refusal_fault(s, Code::invalid_argument, parts);
+  };
+  CHECK(fault(pool.fork(0, 1, 9), {"sequence 0: expected 0 to 8 entries to share, got 9"}) == "");
+  CHECK(fault(pool.fork(1, 0, 0), {"sequence 0: expected one without entries, got 8"}) == "");
+  CHECK(fault(pool.fork(0, -1, 0), {"expected a sequence of 0 to 2, got -1"}) == "");
+  CHECK(fault(pool.truncate(0, 9), {"sequence 0: expected 0 to 8 entries to keep, got 9"}) == "");
+  CHECK(fault(pool.truncate(5, 0), {"expected a sequence of 0 to 2, got 5"}) == "");
+  CHECK(state_of(pool) == before);
+}
+
+TEST_CASE("Pages that one write gives back serve the next of the same step", "[pages]") {
+  PagePool pool(2, 3, 2);
+  const Write full{.sequence = 0, .first = 0, .count = 6};
+  REQUIRE(pool.reserve({&full, 1}));
+  const std::vector<Write> step{{.sequence = 0, .first = 1, .count = 1}, {.sequence = 1, .first = 0, .count = 4}};
+  CHECK(pool.check(step));
+  CHECK(pool.reserve(step));
+  CHECK(pool.free_pages() == 0);
+}
+
+TEST_CASE("Random operations: every sequence reads what it wrote, and no page is lost", "[pages]") {
+  std::mt19937 random(7);
+  const auto below = [&](std::int64_t n) { return std::int64_t(random() % std::uint64_t(n)); };
+  std::int64_t refusals = 0, forks = 0;
+  for (int round = 0; round < 200; ++round) {
+    const std::int64_t sequences = 1 + below(6);
+    Memory m(sequences, 1 + below(24), 1 + below(5));
+    INFO("round " << round);
+    for (int operation = 0; operation < 60; ++operation) {
+      const std::int64_t s = below(sequences), length = m.pool.length(s);
+      switch (below(8)) {
+        case 0: {
+          m.pool.release(s);
+          m.expected[std::size_t(s)].clear();
+          break;
+        }
+        case 1: {
+          const std::int64_t n = below(length + 1);
+          REQUIRE(m.pool.truncate(s, n));
+          m.expected[std::size_t(s)].resize(std::size_t(n));
+          break;
+        }
+        case 2:
+        case 3: {
+          const std::int64_t to = below(sequences), n = below(length + 1);
+          const auto before = state_of(m.pool);
+          const bool fits = m.pool.length(to) == 0;
+          CHECK(bool(m.pool.fork(s, to, n)) == fits);
+          if (!fits) {
+            CHECK(state_of(m.pool) == before);
+            break;
+          }
+          const std::vector<int> shared(m.expected[std::size_t(s)].begin(), m.expected[std::size_t(s)].begin() + n);
+          m.expected[std::size_t(to)] = shared;
+          forks += n > 0;
+          break;
+        }
+        default: {
+          std::set<std::int64_t> chosen;
+          for (std::int64_t i = below(sequences); i >= 0; --i) chosen.insert(below(sequences));
+          std::vector<Write> writes;
+          std::int64_t needed = 0;  // pages, if no page is given back and every first one is copied
+          for (std::int64_t w : chosen) {
+            const std::int64_t entries = m.pool.length(w), first = below(3) ? entries : below(entries + 1);
+            writes.push_back({.sequence = w, .first = first, .count = 1 + below(below(4) ? 2 : 12)});
+            needed += 2 + writes.back().count / m.pool.page_entries();
+          }
+          const auto before = state_of(m.pool);
+          const std::int64_t free = m.pool.free_pages();
+          const bool fits = bool(m.pool.check(writes));
+          const Status s = m.write(writes);
+          INFO(s.message());
+          REQUIRE(bool(s) == fits);
+          if (!fits) {
+            ++refusals;
+            CHECK(s.code() == Code::out_of_memory);
+            CHECK(needed > free);
+            CHECK(state_of(m.pool) == before);
+          }
+        }
+      }
+      REQUIRE(m.fault() == "");
+    }
+  }
+  CHECK(refusals > 100);
+  CHECK(forks > 100);
+}
