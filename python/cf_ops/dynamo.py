@@ -53,11 +53,10 @@ def run_worker(args: argparse.Namespace) -> None:
 
     directory = os.path.abspath(program.model_directory(args))  # a front end elsewhere reads the tokenizer there
     processes.check_model(directory)
-    slots = args.slots
-    model = program.open_model(args, slots, args.capacity or processes.positions(directory))
+    model = program.open_model(args, args.slots, args.capacity or processes.positions(directory))
     capacity = args.capacity or model.capacity or model.config["max_position_embeddings"]
     name = processes.served_name(args, directory)
-    engine = _engine_class()(model, name, slots, capacity, args.queue)
+    engine = _engine_class()(model, name, capacity, args)
     kinds = "completions,chat" if has_chat_template(directory) else "completions"
     config = WorkerConfig(
         namespace=args.namespace,
@@ -98,10 +97,10 @@ def _engine_class() -> Any:
     class Engine(LLMEngine):  # type: ignore[misc, unused-ignore]
         """A model as Dynamo's backend: `generate` hands a request's sequences to the batcher and passes on what comes."""
 
-        def __init__(self, model: Model, name: str, slots: int, capacity: int, queue: int) -> None:
-            self._model, self._name = model, name
-            self._slots, self._capacity, self._queue = slots, capacity, queue
-            self._metrics = Metrics(slots)
+        def __init__(self, model: Model, name: str, capacity: int, args: argparse.Namespace) -> None:
+            self._model, self._name, self._capacity = model, name, capacity
+            self._slots, self._queue, self._drain = args.slots, args.queue, args.drain
+            self._metrics = Metrics(args.slots)
             self._batcher: Batcher | None = None
             self._jobs: dict[str, list[Job]] = {}  # by Dynamo's id of a request
 
@@ -174,6 +173,10 @@ def _engine_class() -> Any:
             jobs[0].pieces.put_nowait(Piece(0, [], "cancelled"))
 
         async def cleanup(self) -> None:
+            """Lets what runs end, then gives everything back. The worker gets no new requests any more."""
+            end = asyncio.get_running_loop().time() + self._drain
+            while self._jobs and asyncio.get_running_loop().time() < end:
+                await asyncio.sleep(0.02)
             if self._batcher is not None:
                 batcher, self._batcher = self._batcher, None
                 await asyncio.to_thread(batcher.close)

@@ -115,11 +115,11 @@ class Stepped:
         self.dropped: list[int] = []
         self.closed = False
 
-    def add(self, prompt: Any, **options: Any) -> int:
+    def add(self, prompt: Any, max_new_tokens: int) -> int:
         if not prompt:
             raise ValueError("prompt: expected at least one id, got none")
         sequence = len(self.made)
-        self.left[sequence], self.made[sequence] = options["max_new_tokens"], 0
+        self.left[sequence], self.made[sequence] = max_new_tokens, 0
         return sequence
 
     def decode(self, steps: int = 1) -> list[tuple[int, int]]:

@@ -24,19 +24,12 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "--body-limit", type=program.integer(1, 4096), default=8, metavar="MB", help="a request's largest body (8 MB)"
     )
     parser.add_argument("--log", type=program.output_file, metavar="FILE", help="append what the front end prints")
-    parser.add_argument(
-        "--drain",
-        type=program.integer(0, 86400),
-        default=60,
-        metavar="SECONDS",
-        help="what runs may take so long to end after SIGTERM or Ctrl-C (60); a second signal ends it at once",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     processes.check_packages()
-    if args.gpus is not None and args.workers is not None:
-        raise ValueError("--workers: expected with the CPU alone, got it with --gpus, which has a worker a GPU")
+    if args.workers is not None and (args.gpus is not None or args.device != "cpu"):
+        raise ValueError("--workers: expected on the CPU alone; --gpus has a worker a GPU")
     devices = [args.device] * (args.workers or 1)
     if args.gpus is not None:
         devices = [f"cuda:{number}" for number in range(args.gpus)]

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 class Decoder(Protocol):
     """What a batcher needs of :class:`cf_ops._core.Decoder`."""
 
-    def add(self, prompt: Any, **options: Any) -> int: ...
+    @property
+    def add(self) -> Callable[..., int]: ...
     def decode(self, steps: int = 1) -> list[tuple[int, int]]: ...
     def ended(self) -> list[int]: ...
     def finish(self, sequence: int) -> str: ...
@@ -162,8 +163,8 @@ class Batcher:
         for job in added:
             try:
                 self._jobs[self._decoder.add(job.prompt, **job.options)] = job
-            except (ValueError, TypeError, NotImplementedError, OverflowError) as error:
-                made.append((job, Piece(job.choice, [], "refused", str(error))))
+            except (ValueError, TypeError, NotImplementedError, OverflowError) as refusal:
+                made.append((job, Piece(job.choice, [], "refused", str(refusal))))
         if cancelled:
             gone = {id(job) for job in cancelled}
             for sequence in [s for s, job in self._jobs.items() if id(job) in gone]:

@@ -17,7 +17,6 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from typing import IO, Any
 
 from cf_ops.cli import _program as program
@@ -26,6 +25,7 @@ DYNAMO = "1.6.1"  # the version that is tested
 _MODULES = ("dynamo.frontend", "dynamo.common.backend", "prometheus_client", "msgspec", "uvloop", "transformers", "zmq")
 _LOOPBACK = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_SYSTEM_HOST", "DYN_EVENT_PLANE_HOST")
 _MOST_RESTARTS, _RESTART_WINDOW = 5, 60.0  # so many restarts in so many seconds
+_END = 10.0  # seconds that a process may take to end when it has nothing to do
 _SETTLE = 0.1  # seconds between two looks at the processes
 
 
@@ -45,6 +45,13 @@ def declare_worker(parser: argparse.ArgumentParser) -> None:
         default=256,
         metavar="N",
         help="sequences that may wait for a slot (256); more are refused with HTTP 429",
+    )
+    parser.add_argument(
+        "--drain",
+        type=program.integer(0, 86400),
+        default=60,
+        metavar="SECONDS",
+        help="what runs may take so long to end after SIGTERM (60)",
     )
     parser.add_argument("--name", help="what clients call the model; the folder's name when left out")
 
@@ -144,10 +151,10 @@ class Child:
         return self.process.poll()
 
     def may_restart(self) -> bool:
-        """Whether it may be started anew: a few times a minute, and not where it refuses what it was given."""
+        """Whether it may be started anew: a few times a minute."""
         now = time.monotonic()
         self._restarts = [t for t in self._restarts if now - t < _RESTART_WINDOW] + [now]
-        return self.code != program.BAD_INPUT and len(self._restarts) <= _MOST_RESTARTS
+        return len(self._restarts) <= _MOST_RESTARTS
 
     def signal(self, number: int) -> None:
         if self.code is None:
@@ -213,9 +220,7 @@ class Server:
         code = self._watch(folder, front, workers)
         # Workers first: they finish what they have begun, and the front end passes it on.
         for part in (workers, [front]):
-            for child in part:
-                child.signal(signal.SIGTERM)
-            self._wait(lambda part=part: all(child.code is not None for child in part), args.drain)  # type: ignore[misc]
+            self._end_all(part)
         return code
 
     def _watch(self, folder: str, front: Child, workers: list[Child]) -> int:
@@ -245,7 +250,8 @@ class Server:
         args = self._args
         given = [("--model", args.model), ("--revision", args.revision), ("--device", device), ("--impl", args.impl)]
         given += [("--activation", args.activation), ("--threads", args.threads), ("--slots", args.slots)]
-        given += [("--capacity", args.capacity), ("--queue", args.queue), ("--name", self._name)]
+        given += [("--capacity", args.capacity), ("--queue", args.queue), ("--drain", args.drain)]
+        given += [("--name", self._name)]
         return [word for name, value in given if value is not None for word in (name, str(value))]
 
     def _address(self) -> str:
@@ -262,8 +268,10 @@ class Server:
     def _end(self, number: int, frame: Any) -> None:
         self._ending += 1
 
-    def _wait(self, is_done: Callable[[], bool], seconds: float) -> None:
-        """Waits so long at most, or until a second signal comes."""
-        end = time.monotonic() + seconds
-        while not is_done() and time.monotonic() < end and self._ending < 2:
+    def _end_all(self, children: list[Child]) -> None:
+        """Sends SIGTERM and waits until all have ended, or a second signal came, or they take too long."""
+        for child in children:
+            child.signal(signal.SIGTERM)
+        end = time.monotonic() + self._args.drain + _END
+        while any(child.code is None for child in children) and time.monotonic() < end and self._ending < 2:
             time.sleep(_SETTLE)
