@@ -1,5 +1,9 @@
 """``python -m cf_ops``: what this installation is and whether its ops are right; ``generate``, ``eval``,
+<<<<<<< HEAD
 ``memorize``, ``sweep``, ``bench``, ``serve``."""
+=======
+``memorize``, ``sweep``, ``activations``, ``bench``."""
+>>>>>>> main
 
 import sys
 

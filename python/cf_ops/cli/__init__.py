@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cf_ops import _core
 from cf_ops.cli import _program as program
-from cf_ops.cli import bench, evaluate, generate, info, memorize, serve, sweep
+from cf_ops.cli import activations, bench, evaluate, generate, info, memorize, serve, sweep
 
 __all__ = ["main"]
 
@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "eval": evaluate,
         "memorize": memorize,
         "sweep": sweep,
+        "activations": activations,
         "bench": bench,
         "serve": serve,
     }
