@@ -1,9 +1,5 @@
 """``python -m cf_ops``: what this installation is and whether its ops are right; ``generate``, ``eval``,
-<<<<<<< HEAD
-``memorize``, ``sweep``, ``bench``, ``serve``."""
-=======
-``memorize``, ``sweep``, ``activations``, ``bench``."""
->>>>>>> main
+``memorize``, ``sweep``, ``activations``, ``bench``, ``serve``."""
 
 import sys
 
