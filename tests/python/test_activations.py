@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cf_ops
-from cf_ops import _activations, _safetensors
+from cf_ops import _activations, _core, _safetensors, _tap_names
 
 VOCAB = 128
 # Models with a parallel and with a sequential residual, without biases, and with learned positions.
@@ -73,7 +73,7 @@ def theirs(checkpoint: pathlib.Path) -> tuple[dict[str, np.ndarray[Any, Any]], i
 def test_taps_are_hugging_faces(name: str, checkpoints: pathlib.Path, tmp_path: pathlib.Path) -> None:
     expected, layers = theirs(checkpoints / name)
     exact = cf_ops.load(checkpoints / name, activation="float64")
-    known = _activations.sources(exact.config, [])
+    known = _tap_names.sources(exact.config, [])
     names = [tap for tap in known if not tap.startswith(("blocks.", "hook_"))]
     assert {f"hidden_states.{i}" for i in range(layers + 1)} <= set(names) <= set(expected)
     assert len(names) == layers + 1 + 5 * layers + 1 + ("gpt2" not in name)
@@ -121,13 +121,13 @@ def test_transformer_lens_names_mean_the_same(name: str, checkpoints: pathlib.Pa
 def test_it_stops_at_a_layer(model: cf_ops.Model, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = cf_ops.activations(model, PROMPTS, out=tmp_path / "every")
     ran: list[int] = []
-    kind = _activations._core.Runner
+    kind = _core.Runner
 
     def runner(weights: Any, **sizes: Any) -> Any:
         ran.append(weights.config["num_hidden_layers"])
         return kind(weights, **sizes)
 
-    monkeypatch.setattr(_activations._core, "Runner", runner)
+    monkeypatch.setattr(_core, "Runner", runner)
     first = cf_ops.activations(model, PROMPTS, out=tmp_path / "first", stop_at_layer=1)
     assert first.taps == ["hidden_states.0", "hidden_states.1"]
     needed = cf_ops.activations(model, PROMPTS, "hidden_states.1", out=tmp_path / "needed")
