@@ -177,7 +177,7 @@ def activations(
     layers = layers_of(model.config)
     stop = layers if stop_at_layer is None else integer("stop_at_layer", stop_at_layer, 1, layers)
     with model._runner(1) as runner:
-        known = sources(model.config, runner.taps)
+        known = sources(model.config, runner.taps, model.weights.layers_left_out > 0)
     if taps is None:
         taps = [f"hidden_states.{i}" for i in range(stop + 1)]
     asked = [text_of("taps", tap) for tap in ([taps] if is_one(taps) else taps)]

@@ -139,6 +139,11 @@ def test_it_stops_at_a_layer(model: cf_ops.Model, tmp_path: pathlib.Path, monkey
         cf_ops.activations(model, PROMPTS, "blocks.1.hook_mlp_out", out=tmp_path / "none", stop_at_layer=1)
     short = model.weights.first_layers(1)
     assert 0 < short.bytes < model.weights.bytes and short.config["num_hidden_layers"] == 1
+    assert short.layers_left_out == 1 and model.weights.layers_left_out == 0
+    cut = cf_ops.Model(short, model.directory, model.activation, model.eos_token_ids)
+    made = cf_ops.activations(cut, PROMPTS, out=tmp_path / "cut")  # a last state that the last norm has not seen
+    assert made.taps == first.taps
+    assert all((made.rows(tap) == every.rows(tap)).all() for tap in made.taps)
     for count in (0, 3):
         with pytest.raises(ValueError, match=f"layers: expected 1 to 2, those of the model, got {count}"):
             model.weights.first_layers(count)
