@@ -176,6 +176,9 @@ Weights first_layers(const Weights& w, std::int64_t count) {
   Weights first = w;
   first.config.num_hidden_layers = count;
   first.layers_left_out += all - count;
+  if (count < all)
+    first.notes.push_back(w.config.name + ": the first " + std::to_string(count) + " of " + std::to_string(all) +
+                          " layers alone, before the last norm and the head");
   first.weights.layers.resize(std::size_t(count));
   return first;
 }
