@@ -17,7 +17,8 @@ from cf_ops._arguments import text as text_of
 from cf_ops._progress import Progress
 from cf_ops._results import check_same, read_json, replacing, write_json
 from cf_ops._tap_names import Source, layers_of, resolve, sources
-from cf_ops.model import _CHUNK, Model, Prompt
+from cf_ops._generation import Prompt
+from cf_ops.model import _CHUNK, Model
 
 __all__ = ["Activations", "activations"]
 

@@ -19,10 +19,11 @@ from cf_ops import _core
 from cf_ops._arguments import integer, is_one, kind_of, path_of, real, row_of_ids
 from cf_ops._arguments import text as text_of
 from cf_ops._device import cuda_index
+from cf_ops._generation import Ids
 from cf_ops._progress import Progress
 from cf_ops._results import read_json, write_json, write_text
 from cf_ops._revisions import Fault, Revision, faults, identify
-from cf_ops.model import CAPACITY, Ids, Model, _nll, find_model, on_device, open_weights
+from cf_ops.model import CAPACITY, Model, _nll, find_model, on_device, open_weights
 
 __all__ = ["Fault", "Metric", "Revision", "Sweep", "pythia_steps", "surprisal", "sweep"]
 
