@@ -336,15 +336,13 @@ def test_more_requests_than_may_wait(server: Server) -> None:
 
 
 def test_a_client_that_leaves_frees_its_slot(server: Server) -> None:
-    streams = [server.complete(max_tokens=500, seed=i, stream=True, extra_body={"ignore_eos": True}) for i in range(4)]
-    for stream in streams:
-        next(iter(stream))
-    assert soon(lambda: numbers(server)["cf_ops_slots_used"] == 4)
-    made = numbers(server)["cf_ops_ids_total"]
-    for stream in streams:
-        stream.close()
+    before = numbers(server)["cf_ops_ids_total"]
+    stream = server.complete(max_tokens=500, seed=1, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    assert numbers(server)["cf_ops_slots_used"] == 1
+    stream.close()
     assert soon(lambda: numbers(server)["cf_ops_slots_used"] == 0, 5)
-    assert numbers(server)["cf_ops_ids_total"] - made < 1000  # of the 2,000 that were asked for
+    assert numbers(server)["cf_ops_ids_total"] - before < 500
 
 
 def request_bytes(server: Server, **options: Any) -> bytes:
