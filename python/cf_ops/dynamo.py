@@ -23,6 +23,7 @@ from cf_ops.serve._batcher import Batcher, Fault, Full, Job, Piece
 from cf_ops.serve._request import Refused, read_request
 
 _BLOCK = 16  # entries; Dynamo counts a cache in blocks
+_SWITCH = 0.0005  # seconds that the event loop may keep the decoder's thread from its next step
 
 __all__ = ["main"]
 
@@ -68,6 +69,7 @@ def run_worker(args: argparse.Namespace) -> None:
         request_plane="tcp",
         enable_kv_routing=False,
     )
+    sys.setswitchinterval(_SWITCH)
     uvloop.run(Worker(engine, config).run())
 
 
@@ -78,6 +80,20 @@ def has_chat_template(directory: str) -> bool:
             return bool(json.load(file).get("chat_template"))
     except (FileNotFoundError, ValueError, AttributeError):
         return False
+
+
+def _logprobs(piece: Piece) -> dict[str, Any]:
+    """A piece's log-probabilities as Dynamo has them; its front end knows the tokens' texts."""
+    if piece.logprobs is None:
+        return {}
+    top = [
+        [
+            {"rank": rank, "token_id": id, "token": None, "logprob": value}
+            for rank, (id, value) in enumerate(likeliest, 1)
+        ]
+        for _, likeliest in piece.logprobs
+    ]
+    return {"log_probs": [value for value, _ in piece.logprobs], "top_logprobs": top}
 
 
 def _engine_class() -> Any:
@@ -150,12 +166,14 @@ def _engine_class() -> Any:
             running, made = len(jobs), 0
             while True:
                 piece = await pieces.get()
+                while len(jobs) == 1 and piece.finish is None and not pieces.empty():
+                    piece = piece.then(pieces.get_nowait())  # a busy loop passes on fewer and longer chunks
                 if piece.finish == "refused":
                     raise exceptions.InvalidArgument(piece.error)
                 if piece.finish == "failed":
                     raise exceptions.Unknown(piece.error)
                 made += len(piece.ids)
-                chunk: dict[str, Any] = {"token_ids": piece.ids, "index": piece.choice}
+                chunk: dict[str, Any] = {"token_ids": piece.ids, "index": piece.choice, **_logprobs(piece)}
                 running -= piece.finish is not None
                 if running and (piece.ids or piece.finish is None):
                     yield chunk
