@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cf_ops
-from cf_ops import _activations, _safetensors
+from cf_ops import _activations, _core, _safetensors, _tap_names
 
 VOCAB = 128
 # Models with a parallel and with a sequential residual, without biases, and with learned positions.
@@ -73,7 +73,7 @@ def theirs(checkpoint: pathlib.Path) -> tuple[dict[str, np.ndarray[Any, Any]], i
 def test_taps_are_hugging_faces(name: str, checkpoints: pathlib.Path, tmp_path: pathlib.Path) -> None:
     expected, layers = theirs(checkpoints / name)
     exact = cf_ops.load(checkpoints / name, activation="float64")
-    known = _activations.sources(exact.config, [])
+    known = _tap_names.sources(exact.config, [])
     names = [tap for tap in known if not tap.startswith(("blocks.", "hook_"))]
     assert {f"hidden_states.{i}" for i in range(layers + 1)} <= set(names) <= set(expected)
     assert len(names) == layers + 1 + 5 * layers + 1 + ("gpt2" not in name)
@@ -121,13 +121,13 @@ def test_transformer_lens_names_mean_the_same(name: str, checkpoints: pathlib.Pa
 def test_it_stops_at_a_layer(model: cf_ops.Model, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = cf_ops.activations(model, PROMPTS, out=tmp_path / "every")
     ran: list[int] = []
-    kind = _activations._core.Runner
+    kind = _core.Runner
 
     def runner(weights: Any, **sizes: Any) -> Any:
         ran.append(weights.config["num_hidden_layers"])
         return kind(weights, **sizes)
 
-    monkeypatch.setattr(_activations._core, "Runner", runner)
+    monkeypatch.setattr(_core, "Runner", runner)
     first = cf_ops.activations(model, PROMPTS, out=tmp_path / "first", stop_at_layer=1)
     assert first.taps == ["hidden_states.0", "hidden_states.1"]
     needed = cf_ops.activations(model, PROMPTS, "hidden_states.1", out=tmp_path / "needed")
@@ -139,6 +139,19 @@ def test_it_stops_at_a_layer(model: cf_ops.Model, tmp_path: pathlib.Path, monkey
         cf_ops.activations(model, PROMPTS, "blocks.1.hook_mlp_out", out=tmp_path / "none", stop_at_layer=1)
     short = model.weights.first_layers(1)
     assert 0 < short.bytes < model.weights.bytes and short.config["num_hidden_layers"] == 1
+    assert short.layers_left_out == 1 and model.weights.layers_left_out == 0
+    cut = cf_ops.load(model.directory, activation="float64", layers=1)
+    assert cut.notes[-1] == "neox-d80: the first 1 of 2 layers alone, before the last norm and the head"
+    made = cf_ops.activations(cut, PROMPTS, out=tmp_path / "cut")  # a last state that the last norm has not seen
+    assert made.taps == first.taps
+    assert all((made.rows(tap) == every.rows(tap)).all() for tap in made.taps)
+    # The logit lens: the last norm and the head behind the first layer.
+    with pytest.raises(ValueError, match="unknown"):
+        cut.run([1], "layers.1.output")
+    lens, states = cut.run(PROMPTS[0], ["layers.0.output", "final_layer_norm"])
+    logits, whole = model.run(PROMPTS[0], ["layers.0.output", "final_layer_norm"])
+    assert (states["layers.0.output"] == whole["layers.0.output"]).all()
+    assert lens.shape == logits.shape and not np.allclose(lens, logits)
     for count in (0, 3):
         with pytest.raises(ValueError, match=f"layers: expected 1 to 2, those of the model, got {count}"):
             model.weights.first_layers(count)

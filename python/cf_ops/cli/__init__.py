@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cf_ops import _core
 from cf_ops.cli import _program as program
-from cf_ops.cli import activations, bench, evaluate, generate, info, memorize, sweep
+from cf_ops.cli import activations, bench, evaluate, generate, info, memorize, serve, sweep
 
 __all__ = ["main"]
 
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sweep": sweep,
         "activations": activations,
         "bench": bench,
+        "serve": serve,
     }
     for name, module in runs.items():
         help = (module.__doc__ or "").partition(": ")[2].partition("\n")[0]
