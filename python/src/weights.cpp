@@ -175,6 +175,10 @@ Weights first_layers(const Weights& w, std::int64_t count) {
     refuse("layers: expected 1 to " + std::to_string(all) + ", those of the model, got " + std::to_string(count));
   Weights first = w;
   first.config.num_hidden_layers = count;
+  first.layers_left_out += all - count;
+  if (count < all)
+    first.notes.push_back(w.config.name + ": the first " + std::to_string(count) + " of " + std::to_string(all) +
+                          " layers alone, before the last norm and the head");
   first.weights.layers.resize(std::size_t(count));
   return first;
 }
@@ -256,6 +260,8 @@ void bind_weights(nb::module_& m) {
       .def("first_layers", &first_layers, "count"_a,
            "The weights of the model that ends behind its first `count` layers, its last norm and its head. Nothing is "
            "copied. Raises ValueError for fewer than 1 and more than the model has.")
+      .def_ro("layers_left_out", &Weights::layers_left_out,
+              "How many of the checkpoint's last layers first_layers() has left out.")
       .def("rope_table", &rope_table_of, "rows"_a,
            nb::sig("def rope_table(self, rows: int) -> tuple[numpy.typing.NDArray[numpy.float32], "
                    "numpy.typing.NDArray[numpy.float32]]"),

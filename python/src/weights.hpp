@@ -23,6 +23,7 @@ struct Weights {
   Place place = Place::host;
   std::int64_t copied_bytes = 0;                       // of tensors that were joined when they were loaded
   bool procedural = false;                             // no checkpoint's
+  std::int64_t layers_left_out = 0;                    // behind the last one of `weights`
   std::optional<checkpoint::Checkpoint> checkpoint{};  // while the weights lie in its files
 
   std::int64_t bytes() const {
