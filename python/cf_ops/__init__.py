@@ -13,7 +13,7 @@ from cf_ops import hf, ops
 from cf_ops._core import CfError
 from cf_ops._device import cuda_available
 from cf_ops._memorize import Memorized, memorize
-from cf_ops.model import Generated, Generation, GenerationInterrupted, Model, Perplexity, load
+from cf_ops.model import Generated, Generation, GenerationInterrupted, Model, Perplexity, Scored, load
 
 __version__ = _core.version()
 CfError.__module__ = __name__
@@ -26,6 +26,7 @@ __all__ = [
     "Memorized",
     "Model",
     "Perplexity",
+    "Scored",
     "__version__",
     "cuda_available",
     "hf",
