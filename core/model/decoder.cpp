@@ -19,12 +19,30 @@ struct Entry {
   SequenceOptions options{};
   std::vector<std::int32_t> tokens{};  // prompt and emitted ids
   std::size_t prompt_size = 0;
+  bool shares = false;     // pages with others that begin alike
   std::int64_t slot = -1;  // the lease's; -1 while the sequence waits, and once it has ended
-  bool prefilled = false;
+  std::int64_t read = 0;   // tokens that have entries in the slot
+  bool runs = false;       // whether an id was chosen behind all that was read
   Finish finish = Finish::running;
   Status status{};
 
-  std::int64_t emitted() const { return std::int64_t(tokens.size() - prompt_size); }
+  std::int64_t size() const { return std::int64_t(tokens.size()); }
+  std::int64_t emitted() const { return size() - std::int64_t(prompt_size); }
+  bool is_read_now() const { return slot >= 0 && !runs; }
+};
+
+/// The number of tokens that two sequences begin with alike.
+std::int64_t common_prefix(const Entry& a, const Entry& b) {
+  const std::size_t n = std::min(a.tokens.size(), b.tokens.size());
+  return std::mismatch(a.tokens.begin(), a.tokens.begin() + std::ptrdiff_t(n), b.tokens.begin()).first -
+         a.tokens.begin();
+}
+
+/// A step: its runs with their ids, and whose they are.
+struct Plan {
+  std::vector<Run> runs{};
+  std::vector<std::int32_t> ids{};
+  std::vector<Decoder::Sequence> sequences{};
 };
 
 }  // namespace
@@ -44,16 +62,20 @@ struct Decoder::State {
   ModelSpec model;
   DType activation;
   EntryLimit limit;
+  std::int64_t step_tokens;  // 0: whole prompts
+  bool share_prefixes;
   std::map<Sequence, Entry> entries{};
-  std::deque<Sequence> waiting{};
-  std::vector<bool> taken;  // by slot
+  std::deque<Sequence> waiting{};  // the oldest first; all are younger than those in slots
+  std::vector<bool> taken;         // by slot
   Sequence next = 0;
 
-  State(std::shared_ptr<SlotLease> l, const ModelRunner& runner)
+  State(std::shared_ptr<SlotLease> l, const ModelRunner& runner, const DecoderOptions& options)
       : lease(std::move(l)),
         model(runner.model()),
         activation(runner.activation()),
         limit(entry_limit(model, runner.capacity())),
+        step_tokens(std::max<std::int64_t>(0, options.step_tokens.value_or(runner.preferred_step_tokens()))),
+        share_prefixes(options.share_prefixes),
         taken(std::size_t(lease->slots())) {}
 
   Result<const Entry*> find(Sequence sequence) const {
@@ -62,12 +84,31 @@ struct Decoder::State {
     return &found->second;
   }
 
-  void end(Entry& e, Finish finish, Status status = {}) {
+  Result<Sequence> add(Entry e) {
+    CF_TRY(check_ids("decoder", "stop", e.options.stop, model.shape.vocab_size));
+    CF_TRY(e.options.sampling.validate());
+    if (e.options.max_new_tokens < 1)
+      return refused("max_new_tokens: expected at least 1, got " + std::to_string(e.options.max_new_tokens));
+    e.prompt_size = e.tokens.size();
+    entries.emplace(next, std::move(e));
+    waiting.push_back(next);
+    admit();
+    return next++;
+  }
+
+  /// Takes a sequence's slot away.
+  void leave_slot(Entry& e) {
     if (e.slot >= 0) {
       if (const Result<ModelRunner*> runner = lease->runner()) (*runner)->release((*lease)[e.slot]);
       taken[std::size_t(e.slot)] = false;
     }
     e.slot = -1;
+    e.read = 0;
+    e.runs = false;
+  }
+
+  void end(Entry& e, Finish finish, Status status = {}) {
+    leave_slot(e);
     e.finish = finish;
     e.status = std::move(status);
   }
@@ -90,7 +131,7 @@ struct Decoder::State {
       draws.push_back({.slot = (*lease)[e.slot],
                        .sampling = e.options.sampling,
                        .sequence = e.options.id,
-                       .position = std::int64_t(e.tokens.size()),
+                       .position = e.size(),
                        .history = e.tokens,
                        .left = e.options.max_new_tokens - e.emitted() - 1,
                        .stop = e.options.stop});
@@ -112,45 +153,158 @@ struct Decoder::State {
     }
   }
 
-  Status prefill(std::vector<Emitted>& emitted) {
-    admit();
-    CF_TRY_ASSIGN(ModelRunner* const runner, lease->runner());
-    for (auto& [sequence, e] : entries) {
-      if (e.slot < 0 || e.prefilled) continue;
-      CF_TRY(runner->prefill((*lease)[e.slot], 0, e.tokens));
-      e.prefilled = true;
-      choose(*runner, std::span(&sequence, 1), emitted);
+  /// The sequences that have an id behind what was read of them.
+  std::vector<Sequence> running() const {
+    std::vector<Sequence> running;
+    for (const auto& [sequence, e] : entries)
+      if (e.runs) running.push_back(sequence);
+    return running;
+  }
+
+  /// Before the first token of a sequence is read: shares the entries of one that begins alike. False where the
+  /// sequence waits for that one to be read.
+  bool share(ModelRunner& runner, Sequence sequence) {
+    Entry& e = entries.at(sequence);
+    const std::int64_t page = runner.page_entries();
+    if (e.read > 0 || page == 0 || !(e.shares || share_prefixes)) return true;
+    const Entry* source = nullptr;
+    std::int64_t most = 0;
+    for (const auto& [s, other] : entries) {
+      if (s >= sequence) break;
+      if (other.slot < 0) continue;
+      std::int64_t alike = std::min(common_prefix(e, other), e.size() - 1);
+      if (!other.is_read_now()) alike = std::min(alike, other.read);
+      if (alike < e.size() - 1) alike -= alike % page;
+      if (alike > most) source = &other, most = alike;
+    }
+    if (!source) return true;
+    if (source->read < most) return false;
+    if (runner.fork((*lease)[source->slot], (*lease)[e.slot], most)) e.read = most;
+    return true;
+  }
+
+  /// Makes the next `count` tokens of a sequence a part of a step.
+  void append(Plan& plan, Sequence sequence, std::int64_t count) const {
+    const Entry& e = entries.at(sequence);
+    plan.runs.push_back({.sequence = (*lease)[e.slot], .first_position = e.read, .count = count});
+    const auto first = e.tokens.begin() + e.read;
+    plan.ids.insert(plan.ids.end(), first, first + count);
+    plan.sequences.push_back(sequence);
+  }
+
+  /// Adds pieces of prompts to a step, the oldest prompt's first: up to step_tokens in all, or one whole prompt. A prompt
+  /// is begun, and gone on with, where there is room for all that is left of it.
+  Status append_prompts(ModelRunner& runner, Plan& plan) {
+    const std::int64_t most = std::max<std::int64_t>(1, step_tokens - std::int64_t(plan.runs.size()));
+    for (std::int64_t tokens = 0; const auto& [sequence, e] : entries) {
+      if (!e.is_read_now() || !share(runner, sequence)) continue;
+      const std::int64_t rest = e.size() - e.read;
+      std::vector<Run> with_all = plan.runs;
+      with_all.push_back({.sequence = (*lease)[e.slot], .first_position = e.read, .count = rest});
+      if (Status room = runner.check_room(with_all); !room) {
+        // Whoever runs makes room when it ends.
+        if (room.code() == Code::out_of_memory && (!plan.runs.empty() || !running().empty())) break;
+        return room;
+      }
+      append(plan, sequence, step_tokens == 0 ? rest : std::min(rest, most - tokens));
+      tokens += plan.runs.back().count;
+      if (step_tokens == 0 || tokens == most) break;
     }
     return {};
   }
 
-  Status step(std::span<const Sequence> running, std::vector<Emitted>& emitted) {
-    std::vector<ModelRunner::Token> tokens;
-    std::vector<Sequence> stepped;
+  /// Takes the slot of the youngest sequence that has entries, which waits for pages. False where that would be the
+  /// oldest that has a slot: nothing that this decoder holds makes room for it.
+  bool give_up_youngest(const Status& why) {
+    const auto has_slot = [](const auto& entry) { return entry.second.slot >= 0; };
+    const auto oldest = std::find_if(entries.begin(), entries.end(), has_slot);
+    const auto youngest = std::find_if(entries.rbegin(), entries.rend(),
+                                       [&](const auto& entry) { return has_slot(entry) && entry.second.read > 0; });
+    if (youngest == entries.rend() || youngest->first == oldest->first) return false;
+    // Whoever is younger and has a slot has no entries, and waits behind this one.
+    for (auto e = entries.rbegin(); e->first >= youngest->first; ++e) {
+      if (!has_slot(*e)) continue;
+      leave_slot(e->second);
+      waiting.push_front(e->first);
+      if (e->first == youngest->first) {
+        e->second.status = Status::error(why.code(), "decoder: " + name_of(e->first) + " waits: " + why.message());
+        return true;
+      }
+    }
+    return false;
+  }
+
+  /// The next step, of these sequences and of prompts. The youngest sequences give up their slots until there is room
+  /// for it. It is empty where nothing is to be done, or prompts have no room before others end.
+  Result<Plan> plan(ModelRunner& runner, std::vector<Sequence> continued, bool with_prompts) {
+    for (;;) {
+      Plan plan;
+      for (Sequence s : continued) append(plan, s, 1);
+      Status status = plan.runs.empty() ? Status() : runner.check_room(plan.runs);
+      if (status && with_prompts) status = append_prompts(runner, plan);
+      if (status) return plan;
+      if (status.code() != Code::out_of_memory || !give_up_youngest(status)) return status;
+      std::erase_if(continued, [&](Sequence s) { return !entries.at(s).runs; });
+    }
+  }
+
+  /// One step; false where there was nothing to do.
+  Result<bool> step(std::span<const Sequence> running, bool with_prompts, std::vector<Emitted>& emitted) {
+    std::vector<Sequence> continued;
     for (Sequence s : running) {
       Entry& e = entries.at(s);
-      if (std::int64_t(e.tokens.size()) > limit.most) {
+      if (!e.runs) continue;
+      if (e.size() > limit.most)
         end(e, Finish::failed,
             refused(name_of(s) + ": " + std::string(limit.name) + " of " + std::to_string(limit.most) +
                     " entries is reached after " + std::to_string(e.emitted()) + " new tokens"));
-        continue;
-      }
-      tokens.push_back(
-          {.slot = (*lease)[e.slot], .id = e.tokens.back(), .position = std::int64_t(e.tokens.size()) - 1});
-      stepped.push_back(s);
+      else
+        continued.push_back(s);
     }
-    if (tokens.empty()) return {};
     CF_TRY_ASSIGN(ModelRunner* const runner, lease->runner());
-    CF_TRY(runner->step(tokens));
-    choose(*runner, stepped, emitted);
-    return {};
+    CF_TRY_ASSIGN(const Plan next, plan(*runner, std::move(continued), with_prompts));
+    if (next.runs.empty()) return false;
+    CF_TRY(runner->run(next.runs, next.ids, {}));
+    std::vector<Sequence> chosen;
+    for (std::size_t i = 0; i < next.runs.size(); ++i) {
+      Entry& e = entries.at(next.sequences[i]);
+      e.read += next.runs[i].count;
+      if (e.read < e.size()) continue;
+      e.runs = true;
+      e.status = {};
+      chosen.push_back(next.sequences[i]);
+    }
+    choose(*runner, chosen, emitted);
+    return true;
+  }
+
+  /// Reads all prompts that have a slot, as far as there is room.
+  Status prefill(std::vector<Emitted>& emitted) {
+    admit();
+    for (;;) {
+      CF_TRY_ASSIGN(const bool worked, step({}, true, emitted));
+      if (!worked) return {};
+    }
+  }
+
+  /// Gives each running sequence an id, and reads prompts: all of them whole, or pieces beside the running sequences.
+  Status turn(std::vector<Emitted>& emitted) {
+    // Those that ran before the prompts are read: a turn gives each sequence one id.
+    const std::vector<Sequence> before = running();
+    if (step_tokens == 0) {
+      CF_TRY(prefill(emitted));
+      return step(before, false, emitted).status();
+    }
+    admit();
+    return step(before, true, emitted).status();
   }
 };
 
-Decoder::Decoder(std::unique_ptr<ModelRunner> runner) : Decoder(SlotLease::of_all(std::move(runner))) {}
-Decoder::Decoder(std::shared_ptr<SlotLease> slots) {
+Decoder::Decoder(std::unique_ptr<ModelRunner> runner, const DecoderOptions& options)
+    : Decoder(SlotLease::of_all(std::move(runner)), options) {}
+Decoder::Decoder(std::shared_ptr<SlotLease> slots, const DecoderOptions& options) {
   const ModelRunner& runner = **slots->runner();
-  state_ = std::make_unique<State>(std::move(slots), runner);
+  state_ = std::make_unique<State>(std::move(slots), runner, options);
 }
 Decoder::Decoder(Decoder&&) noexcept = default;
 Decoder& Decoder::operator=(Decoder&&) noexcept = default;
@@ -158,22 +312,30 @@ Decoder::~Decoder() = default;
 
 Result<Decoder::Sequence> Decoder::add(std::span<const std::int32_t> prompt, SequenceOptions options) {
   State& s = *state_;
-  const std::int64_t vocab_size = s.model.shape.vocab_size;
   if (prompt.empty()) return refused("prompt: expected at least one id, got none");
   if (std::int64_t(prompt.size()) > s.limit.most)
     return refused("prompt: expected at most " + std::to_string(s.limit.most) + " ids, " + std::string(s.limit.name) +
                    ", got " + std::to_string(prompt.size()));
-  CF_TRY(check_ids("decoder", "prompt", prompt, vocab_size));
-  CF_TRY(check_ids("decoder", "stop", options.stop, vocab_size));
-  CF_TRY(options.sampling.validate());
-  if (options.max_new_tokens < 1)
-    return refused("max_new_tokens: expected at least 1, got " + std::to_string(options.max_new_tokens));
-  s.entries.emplace(
-      s.next,
-      Entry{.options = std::move(options), .tokens = {prompt.begin(), prompt.end()}, .prompt_size = prompt.size()});
-  s.waiting.push_back(s.next);
-  s.admit();
-  return s.next++;
+  CF_TRY(check_ids("decoder", "prompt", prompt, s.model.shape.vocab_size));
+  return s.add({.options = std::move(options), .tokens = {prompt.begin(), prompt.end()}});
+}
+
+Result<Decoder::Sequence> Decoder::fork(Sequence sequence, SequenceOptions options,
+                                        std::optional<std::int64_t> tokens) {
+  State& s = *state_;
+  CF_TRY_ASSIGN(const Entry* const e, s.find(sequence));
+  const std::int64_t n = tokens.value_or(std::int64_t(e->prompt_size)), most = std::min(e->size(), s.limit.most);
+  if (n < 1 || n > most)
+    return refused("tokens: expected 1 to " + std::to_string(most) + " of " + name_of(sequence) + ", got " +
+                   std::to_string(n));
+  CF_TRY_ASSIGN(
+      const Sequence forked,
+      s.add({.options = std::move(options), .tokens = {e->tokens.begin(), e->tokens.begin() + n}, .shares = true}));
+  if (s.entries.at(forked).slot >= 0) {
+    CF_TRY_ASSIGN(ModelRunner* const runner, s.lease->runner());
+    s.share(*runner, forked);  // now, as long as the entries are there
+  }
+  return forked;
 }
 
 Result<std::vector<Decoder::Emitted>> Decoder::prefill() {
@@ -185,14 +347,7 @@ Result<std::vector<Decoder::Emitted>> Decoder::prefill() {
 Result<std::vector<Decoder::Emitted>> Decoder::decode(std::int64_t steps) {
   if (steps < 1) return refused("steps: expected at least 1, got " + std::to_string(steps));
   std::vector<Emitted> emitted;
-  for (std::int64_t i = 0; i < steps && active(); ++i) {
-    // The sequences that ran before the prefill: a turn gives each sequence one id, from its prefill or from the step.
-    std::vector<Sequence> running;
-    for (const auto& [sequence, e] : state_->entries)
-      if (e.slot >= 0 && e.prefilled) running.push_back(sequence);
-    CF_TRY(state_->prefill(emitted));
-    CF_TRY(state_->step(running, emitted));
-  }
+  for (std::int64_t i = 0; i < steps && active(); ++i) CF_TRY(state_->turn(emitted));
   return emitted;
 }
 
@@ -200,7 +355,7 @@ Status Decoder::drop(Sequence sequence) {
   CF_TRY(state_->find(sequence).status());
   const auto found = state_->entries.find(sequence);
   std::erase(state_->waiting, sequence);
-  state_->end(found->second, Finish::running);
+  state_->leave_slot(found->second);
   state_->entries.erase(found);
   return {};
 }
@@ -240,8 +395,7 @@ Status Decoder::status(Sequence sequence) const {
 
 Result<Tensor> Decoder::logits(Sequence sequence) {
   CF_TRY_ASSIGN(const Entry* const e, state_->find(sequence));
-  if (e->slot < 0 || !e->prefilled)
-    return refused(name_of(sequence) + " has no logits: expected a running sequence whose prompt was read");
+  if (!e->runs) return refused(name_of(sequence) + " has no logits: expected a running sequence whose prompt was read");
   CF_TRY_ASSIGN(ModelRunner* const runner, state_->lease->runner());
   return runner->logits((*state_->lease)[e->slot]);
 }

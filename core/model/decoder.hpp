@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -29,9 +30,23 @@ struct SequenceOptions {
 enum class Finish { running, stop, length, failed };
 std::string_view to_string(Finish);
 
+/// What a decoder's steps are made of.
+struct DecoderOptions {
+  /// The most tokens of a step: those of running sequences, all of them, and behind them pieces of prompts, at least one
+  /// token where a prompt waits to be read. A long prompt never stops the others for longer than such a step takes. With
+  /// 0 each prompt is read whole, in a step of its own. By default what the runner prefers.
+  std::optional<std::int64_t> step_tokens{};
+  /// Whether a prompt that begins as a sequence in a slot does shares that one's full pages and is not read that far.
+  /// Without effect where the runner's cache has no pages.
+  bool share_prefixes = false;
+};
+
 /// Continues several sequences at once, each in a slot: prompts in, ids out. A sequence may come while others decode;
-/// where no slot is free it waits, and the first that waits gets the slot of the next one that ends. With the same number
-/// of slots a sequence's ids do not depend on what the other slots hold. Not shared between threads.
+/// where no slot is free it waits, and the first that waits gets the slot of the next one that ends. A sequence's ids
+/// depend neither on what the other slots hold nor on the tokens of a step, where the runner's logits do not: see
+/// ModelRunner::run(). Not shared between threads.
+/// Where the cache's pages are a pool and no free ones are left, the youngest sequence gives up its slot and its entries
+/// and waits. It keeps its ids, is read again when there is room, and goes on as if that had not been.
 class Decoder {
  public:
   /// A sequence, in the order of add() from 0 on.
@@ -44,8 +59,8 @@ class Decoder {
   };
 
   /// Of all slots of a runner of its own, or of those of an open lease.
-  explicit Decoder(std::unique_ptr<ModelRunner> runner);
-  explicit Decoder(std::shared_ptr<SlotLease> slots);
+  explicit Decoder(std::unique_ptr<ModelRunner> runner, const DecoderOptions& options = {});
+  explicit Decoder(std::shared_ptr<SlotLease> slots, const DecoderOptions& options = {});
   Decoder(Decoder&&) noexcept;
   Decoder& operator=(Decoder&&) noexcept;
   ~Decoder();
@@ -55,12 +70,17 @@ class Decoder {
   /// vocabulary; sampling parameters that Sampling::validate() refuses; stop ids outside the vocabulary; and
   /// max_new_tokens below 1.
   Result<Sequence> add(std::span<const std::int32_t> prompt, SequenceOptions options = {});
+  /// Takes a sequence whose prompt is the first `tokens` tokens of another one, of its prompt and its ids; by default
+  /// its prompt. It is given what add() of these tokens would be given. Where the cache has pages it shares those of a
+  /// sequence in a slot that begins alike, and the rest alone is read: several samples of one prompt read that once.
+  /// Refuses a sequence that is unknown or was dropped, `tokens` outside 1 .. its tokens, and what add() refuses.
+  Result<Sequence> fork(Sequence sequence, SequenceOptions options = {}, std::optional<std::int64_t> tokens = {});
   /// Reads the prompts of all sequences that have a slot and were not read yet, and returns each one's first id.
   Result<std::vector<Emitted>> prefill();
-  /// `steps` steps, or fewer where all sequences end before: a step gives each running sequence one id. Sequences whose
-  /// prompts were not read yet are prefilled first. An error is the device's; what was emitted before is in ids(). A
-  /// sequence that would need more entries than entry_limit() allows, or whose logits are NaN, ends with Finish::failed
-  /// and a status(); the others go on.
+  /// `steps` steps, or fewer where all sequences end before: a step gives each running sequence one id, and each whose
+  /// prompt it has read to the end its first. An error is the device's, or Code::out_of_memory where others hold the
+  /// pages that the oldest sequence needs; what was emitted before is in ids(). A sequence that would need more entries
+  /// than entry_limit() allows, or whose logits are NaN, ends with Finish::failed and a status(); the others go on.
   Result<std::vector<Emitted>> decode(std::int64_t steps = 1);
   /// Ends a sequence and forgets it. Refuses one that is unknown or was dropped.
   Status drop(Sequence sequence);
@@ -71,7 +91,7 @@ class Decoder {
   /// The sequences that have ended and were not dropped, in the order of add().
   std::vector<Sequence> ended() const;
   /// Of a sequence that was not dropped: whether it waits for a slot, its ids behind the prompt, why it ended, and where
-  /// it failed, how.
+  /// it failed, how. The status of one that gave up its slot for want of pages is Code::out_of_memory until it goes on.
   Result<bool> waits(Sequence sequence) const;
   Result<std::vector<std::int32_t>> ids(Sequence sequence) const;
   Result<Finish> finish(Sequence sequence) const;

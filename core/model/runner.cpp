@@ -33,6 +33,10 @@ Status ModelRunner::step(std::span<const Token> tokens) {
   return run(runs, ids, {});
 }
 
+Status ModelRunner::fork(std::int64_t, std::int64_t, std::int64_t) {
+  return Status::error(Code::unimplemented, "model: expected a cache in pages to share entries, got one without");
+}
+
 Status check_step(const ModelRunner& runner, const SlotLengths& lengths, std::span<const Run> runs,
                   std::span<const std::int32_t> ids, const StepLogits& logits) {
   const std::int64_t vocab = runner.model().shape.vocab_size;

@@ -111,6 +111,17 @@ class ModelRunner {
   /// Forgets a slot's entries.
   virtual void release(std::int64_t slot) = 0;
 
+  /// The tokens that a decoder gives a step where its user does not say: those of running sequences first, then pieces
+  /// of prompts. 0: each prompt is read whole, in a step of its own.
+  virtual std::int64_t preferred_step_tokens() const { return 0; }
+  /// The entries of a page of the cache, whose pages all slots take from one pool; 0: each slot has entries of its own.
+  virtual std::int64_t page_entries() const { return 0; }
+  /// Code::out_of_memory where too few pages are free for the entries that run() would write.
+  virtual Status check_room(std::span<const Run>) const { return {}; }
+  /// Gives a slot without entries the first n of another slot. They share pages, and each of the two gets a copy of a
+  /// page before it writes to it. Code::unimplemented without pages.
+  virtual Status fork(std::int64_t from, std::int64_t to, std::int64_t n);
+
   /// Calls `visit` for every site of every run() from now on; an empty one ends that. A call
   /// ends with the first Status of `visit` that is not ok.
   virtual void watch(Visit visit) = 0;

@@ -19,8 +19,19 @@ Result<ModelRunner*> SharedRunner::runner() const {
   return Status::error(Code::device_error, "the model's memory on the device was given back");
 }
 
+void SharedRunner::forget_returned() {
+  std::vector<std::int64_t> returned;
+  {
+    const std::lock_guard lock(mutex_);
+    returned.swap(returned_);
+  }
+  if (!runner_ || runner_->page_entries() == 0) return;
+  for (std::int64_t slot : returned) runner_->release(slot);
+}
+
 Result<std::shared_ptr<SlotLease>> SlotLease::create(std::shared_ptr<SharedRunner> shared, std::int64_t count) {
   CF_TRY_ASSIGN(ModelRunner* const runner, shared->runner());
+  shared->forget_returned();
   std::vector<std::int64_t> slots;
   {
     const std::lock_guard lock(shared->mutex_);
@@ -36,6 +47,7 @@ Result<std::shared_ptr<SlotLease>> SlotLease::create(std::shared_ptr<SharedRunne
     for (std::int64_t slot = 0; std::int64_t(slots.size()) < count; ++slot)
       if (!shared->taken_[std::size_t(slot)]) {
         shared->taken_[std::size_t(slot)] = true;
+        std::erase(shared->returned_, slot);
         slots.push_back(slot);
       }
   }
@@ -55,12 +67,16 @@ void SlotLease::close() {
   if (!is_open_) return;
   is_open_ = false;
   const std::lock_guard lock(shared_->mutex_);
-  for (std::int64_t slot : slots_) shared_->taken_[std::size_t(slot)] = false;
+  for (std::int64_t slot : slots_) {
+    shared_->taken_[std::size_t(slot)] = false;
+    shared_->returned_.push_back(slot);
+  }
 }
 
 Result<ModelRunner*> SlotLease::runner() const {
   if (!is_open_)
     return Status::error(Code::invalid_argument, "slots: expected some of the model, got none: close() gave them back");
+  shared_->forget_returned();
   return shared_->runner();
 }
 

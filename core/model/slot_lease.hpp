@@ -27,9 +27,12 @@ class SharedRunner {
 
  private:
   friend class SlotLease;
+  /// Forgets the entries of slots that were given back, where other slots can have their pages.
+  void forget_returned();
   std::unique_ptr<ModelRunner> runner_;
-  mutable std::mutex mutex_;  // of taken_
-  std::vector<bool> taken_;   // by slot
+  mutable std::mutex mutex_;            // of what follows
+  std::vector<bool> taken_;             // by slot
+  std::vector<std::int64_t> returned_;  // slots that are free and have entries yet
 };
 
 /// Some slots of a shared runner, until the lease ends: what a decoder and others use a runner through.
@@ -43,7 +46,7 @@ class SlotLease {
   SlotLease& operator=(const SlotLease&) = delete;
   ~SlotLease() { close(); }
 
-  /// Gives the slots back.
+  /// Gives the slots back. Their entries are forgotten when the runner is used next.
   void close();
   /// Whether the lease has its slots, and the runner lives.
   bool is_open() const { return is_open_ && shared_->runner(); }

@@ -13,6 +13,7 @@ from cf_ops import hf, ops
 from cf_ops._core import CfError
 from cf_ops._device import cuda_available
 from cf_ops._memorize import Memorized, memorize
+from cf_ops._sweep import Sweep, pythia_steps, surprisal, sweep
 from cf_ops.model import Generated, Generation, GenerationInterrupted, Model, Perplexity, Scored, load
 
 __version__ = _core.version()
@@ -27,10 +28,14 @@ __all__ = [
     "Model",
     "Perplexity",
     "Scored",
+    "Sweep",
     "__version__",
     "cuda_available",
     "hf",
     "load",
     "memorize",
     "ops",
+    "pythia_steps",
+    "surprisal",
+    "sweep",
 ]

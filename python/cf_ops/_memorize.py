@@ -68,7 +68,7 @@ def memorize(
     never: Iterable[int] | None = None,
     out: str | os.PathLike[str] | None = None,
 ) -> Memorized:
-    """Continues the first `context` ids of each sequence greedily, and compares with the `continuation` ids that follow.
+    """Continues the first `context` ids of each sequence greedily, and compares with the `continuation` that follows.
 
     The score is that of EleutherAI/pythia, predictable-memorization/eval_memorization.py, score(): the share of the
     continuation's ids that are equal, position by position. As there (min_length), ids of `never` are not chosen: the
@@ -77,7 +77,7 @@ def memorize(
     tokens: (sequences, at least context + continuation ids), an array or a file. A .npy file is mapped; any other file
     holds bare ids of `dtype`, `row` of them a sequence, such as 2049 of Pythia's training data. `count` sequences from
     `first` on are taken, all where it is None. `slots` run at once: up to 64 on the CPU, those that are free on a GPU,
-    where it is None. exact_only: a sequence ends at the first id that differs; `equal` is known of memorised ones alone.
+    where it is None. exact_only: a sequence ends at the first id that differs; `equal` is known of memorised ones.
 
     out: a file for the results, index, accuracy, equal and prefix of each sequence. One named .csv grows as sequences
     end, in their order; any other is a .npy file of records, in which `prefix` is -1 where a sequence is still to come.

@@ -31,6 +31,14 @@ def map_rows(path: str, row: int | None = None, dtype: str = "uint16") -> NDArra
     return ids.reshape(-1, row)
 
 
+def map_ids(path: str) -> NDArray[Any]:
+    """The ids of a .npy file in one row, mapped. Raises what map_rows() raises."""
+    ids = _map_npy(path)
+    if ids.ndim == 2 and ids.shape[0] != 1:
+        raise ValueError(f"{path}: expected ids in one row, got {ids.shape}")
+    return ids.reshape(-1)
+
+
 def check_rows(name: str, ids: NDArray[Any]) -> NDArray[Any]:
     """Refuses what is no array (sequences, ids of each) of integers."""
     if ids.ndim != 2 or ids.dtype.kind not in "iu":

@@ -88,24 +88,26 @@ def read_text(path: str) -> str:
 
 def check_output(args: argparse.Namespace) -> None:
     """Refuses an output in the place of a file that the command reads, or of one in the model's folder."""
-    for name in ("json", "out"):
+    for name in ("json", "out", "csv", "plot"):
         path = getattr(args, name, None)
         if path is not None and os.path.isfile(path):
             _check_own(args, f"--{name}", path)
 
 
 def _check_own(args: argparse.Namespace, name: str, output: str) -> None:
-    for option in ("text", "tokens", "prompts_file"):
+    for option in ("text", "tokens", "sequences", "prompts_file"):
         path = getattr(args, option, None)
         if path is not None and os.path.exists(path) and os.path.samefile(path, output):
             raise ValueError(f"{name}: expected a file of its own, got {output!r} as for --{option.replace('_', '-')}")
-    if not os.path.isdir(args.model):
-        return
-    folder = os.path.realpath(args.model)
-    with os.scandir(folder) as entries:
-        linked = any(entry.is_file() and os.path.samefile(entry.path, output) for entry in entries)
-    if linked or os.path.commonpath([folder, os.path.realpath(output)]) == folder:
-        raise ValueError(f"{name}: expected a file of its own, got {output!r}, which is one of --model {args.model}")
+    option = "--folders" if getattr(args, "folders", None) else "--model"
+    for model in getattr(args, "folders", None) or [args.model]:
+        if not os.path.isdir(model):
+            continue
+        folder = os.path.realpath(model)
+        with os.scandir(folder) as entries:
+            linked = any(entry.is_file() and os.path.samefile(entry.path, output) for entry in entries)
+        if linked or os.path.commonpath([folder, os.path.realpath(output)]) == folder:
+            raise ValueError(f"{name}: expected a file of its own, got {output!r}, which is one of {option} {model}")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +120,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "with --revision a name of the Hugging Face hub, such as EleutherAI/pythia-70m",
     )
     parser.add_argument("--revision", metavar="NAME", help="download this branch, tag or commit of the hub's model")
+    add_device(parser)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Declares where a model runs and what is written of it."""
     parser.add_argument(
         "--device", "--backend", type=device, default="cpu", metavar="DEVICE", help="cpu, cuda or cuda:N (default cpu)"
     )

@@ -1,0 +1,126 @@
+// What a sequence is given does not depend on the schedule: on the tokens of a step, on who else is there, on pages.
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/model/config.hpp"
+#include "core/model/decoder.hpp"
+#include "core/procedural.hpp"
+#include "cpu_ref/model.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/refusal.hpp"
+
+namespace {
+
+using namespace cf;
+using namespace cf::test;
+using cpu_ref::Model;
+using Ids = std::vector<std::int32_t>;
+using Emitted = std::vector<Decoder::Emitted>;
+
+template <class T>
+T taken(Result<T> r) {
+  INFO(r.status().message());
+  REQUIRE(r);
+  return std::move(*r);
+}
+
+/// One layer of width 32.
+struct Tiny {
+  ModelSpec spec;
+  std::shared_ptr<OwnedModelWeights> weights;
+
+  Tiny() {
+    ModelConfig m;
+    m.name = "tiny";
+    m.hidden_size = 32;
+    m.num_hidden_layers = 1;
+    m.num_attention_heads = 2;
+    m.intermediate_size = 64;
+    m.vocab_size = 37;
+    m.max_position_embeddings = 64;
+    m.rotary_dim = 8;
+    spec = m;
+    weights = std::make_shared<OwnedModelWeights>(procedural_model(spec, DType::f16, 7));
+  }
+  std::unique_ptr<Model> model(Model::Options options) const {
+    options.activation = DType::f64;
+    return taken(Model::create(spec, weights->weights, weights, options));
+  }
+};
+
+Ids ids_of(std::int64_t count, std::uint64_t seed) {
+  Ids ids;
+  for (std::int64_t i = 0; i < count; ++i) ids.push_back(std::int32_t((seed * 31 + std::uint64_t(i) * i * 7 + 3) % 37));
+  return ids;
+}
+
+SequenceOptions sampled(std::uint64_t id, std::int64_t tokens) {
+  return {.sampling = {.temperature = 1.2, .seed = 5}, .id = id, .max_new_tokens = tokens};
+}
+
+}  // namespace
+
+TEST_CASE("Prompts are read in pieces beside running sequences, whose ids are the same for every step size",
+          "[schedules]") {
+  const Tiny tiny;
+  const std::vector<std::int64_t> lengths{5, 1, 23, 9};
+  std::vector<Ids> expected;
+  for (std::int64_t step_tokens : {0, 1, 2, 7, 16, 64}) {
+    CAPTURE(step_tokens);
+    Decoder d(tiny.model({.slots = 3, .capacity = 64, .chunk = 16}), {.step_tokens = step_tokens});
+    for (std::size_t i = 0; i < lengths.size(); ++i) {
+      taken(d.add(ids_of(lengths[i], i), sampled(i, 12)));
+      taken(d.decode(2));
+    }
+    while (d.active()) taken(d.decode());
+    std::vector<Ids> ids;
+    for (std::size_t i = 0; i < lengths.size(); ++i) ids.push_back(taken(d.ids(Decoder::Sequence(i))));
+    if (expected.empty()) expected = ids;
+    CHECK(ids == expected);
+  }
+}
+
+TEST_CASE("A long prompt stops no one: each step gives every running sequence an id", "[schedules]") {
+  const Tiny tiny;
+  Decoder d(tiny.model({.slots = 3, .capacity = 64}), {.step_tokens = 8});
+  const auto first = taken(d.add(ids_of(3, 1))), second = taken(d.add(ids_of(4, 2)));
+  CHECK(taken(d.prefill()).size() == 2);
+  const auto late = taken(d.add(ids_of(40, 3)));
+  // Six tokens of the prompt in each step: the seventh step reads the last four.
+  for (int step = 0; step < 6; ++step) {
+    const Emitted ids = taken(d.decode());
+    REQUIRE(ids.size() == 2);
+    CHECK(ids[0].sequence == first);
+    CHECK(ids[1].sequence == second);
+    CHECK(taken(d.ids(late)).empty());
+    CHECK(refusal_fault(d.logits(late).status(), Code::invalid_argument, {"sequence 2 has no logits"}) == "");
+  }
+  CHECK(taken(d.decode()).size() == 3);
+  CHECK(taken(d.ids(late)).size() == 1);
+  CHECK(taken(d.decode()).size() == 3);
+}
+
+TEST_CASE("A fork is given what its tokens as a prompt are given, also without pages", "[schedules]") {
+  const Tiny tiny;
+  Decoder d(tiny.model({.slots = 4, .capacity = 64}));
+  const auto first = taken(d.add(ids_of(9, 1), sampled(0, 8)));
+  taken(d.decode(5));
+  const auto sample = taken(d.fork(first, sampled(1, 8))), branch = taken(d.fork(first, sampled(2, 8), 12));
+  Ids begun = ids_of(9, 1);
+  for (std::int32_t id : taken(d.ids(first))) begun.push_back(id);
+  begun.resize(12);
+  const auto whole = taken(d.add(begun, sampled(2, 8)));
+  const auto whole_sample = taken(d.add(ids_of(9, 1), sampled(1, 8)));
+  while (d.active()) taken(d.decode());
+  CHECK(taken(d.ids(branch)) == taken(d.ids(whole)));
+  CHECK(taken(d.ids(sample)) == taken(d.ids(whole_sample)));
+  CHECK(taken(d.ids(sample)) != taken(d.ids(first)));
+  const auto refused = [&](const Result<Decoder::Sequence>& r, std::string_view text) {
+    return refusal_fault(r.status(), Code::invalid_argument, {text});
+  };
+  CHECK(refused(d.fork(first, {}, 18), "tokens: expected 1 to 17 of sequence 0, got 18") == "");
+  CHECK(refused(d.fork(first, {}, 0), "tokens: expected 1 to 17 of sequence 0, got 0") == "");
+  CHECK(refused(d.fork(99), "sequence 99 is unknown or was dropped") == "");
+  CHECK(refused(d.fork(first, {.stop = {37}}), "stop[0]: expected an id of 0 to 36, got 37") == "");
+}

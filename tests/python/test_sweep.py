@@ -1,0 +1,238 @@
+"""A sweep over revisions: metrics by step, what is wrong with a revision, and that an interrupted one goes on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cf_ops
+from cf_ops import _safetensors, _sweep
+
+Change = Callable[[dict[str, np.ndarray[Any, Any]]], None]
+IDS = (np.arange(1, 81) * 37 % 128).astype(np.int32)
+MLP = "gpt_neox.layers.0.mlp.dense_h_to_4h.weight"
+
+
+@pytest.fixture
+def revision(checkpoints: pathlib.Path, tmp_path: pathlib.Path) -> Callable[..., pathlib.Path]:
+    """Makes the checkpoint of a step: a walk that goes on from neox-tanh's weights, as training does, then changed."""
+    source = checkpoints / "neox-tanh"
+    stored, _ = _safetensors.read(str(source / "model.safetensors"))
+
+    def make(step: int, change: Change = lambda tensors: None, name: str = "") -> pathlib.Path:
+        directory = tmp_path / (name or f"model-step{step}")
+        shutil.copytree(source, directory)
+        path = directory / "model.safetensors"
+        path.unlink()
+        made = _safetensors.create(str(path), {n: (t.dtype, t.shape) for n, t in stored.items()}, {"format": "pt"})
+        for name, elements in made.items():
+            elements[...] = stored[name].elements()
+        for walked in range(step):
+            random = np.random.default_rng(walked)
+            for elements in made.values():
+                elements[...] += (0.02 * random.standard_normal(elements.shape)).astype(elements.dtype)
+        change(made)
+        return directory
+
+    return make
+
+
+def ppl(model: cf_ops.Model) -> float:
+    return model.perplexity(IDS, 40).perplexity
+
+
+def faults(made: cf_ops.Sweep) -> dict[str, str]:
+    return {pathlib.Path(fault.revision).name: fault.what for fault in made.faults}
+
+
+def test_each_revision_is_measured(revision: Callable[..., pathlib.Path], tmp_path: pathlib.Path) -> None:
+    directories = [revision(step) for step in (8, 0, 4)]
+    made = cf_ops.sweep(directories, {"ppl": ppl, "text": lambda m: m.perplexity(IDS)}, activation="float64")
+    assert made.faults == [] and [r.step for r in made.revisions] == [8, 0, 4]
+    for directory, row in zip(directories, made.revisions):
+        score = cf_ops.load(directory, activation="float64").perplexity(IDS, 40)
+        assert row.metrics["ppl"] == score.perplexity and row.metrics["text.positions"] == IDS.size - 1
+        assert row.directory == str(directory) and row.config["model_type"] == "gpt_neox"
+        assert row.files == {"model.safetensors": (directory / "model.safetensors").stat().st_size}
+    assert len({r.sha256 for r in made.revisions}) == 3
+    made.to_csv(tmp_path / "table.csv")
+    table = list(csv.DictReader((tmp_path / "table.csv").open()))
+    assert [row["step"] for row in table] == ["8", "0", "4"]
+    assert [float(row["ppl"]) for row in table] == [r.metrics["ppl"] for r in made.revisions]
+
+
+def test_a_corrupted_revision_and_a_copy_are_named(revision: Callable[..., pathlib.Path]) -> None:
+    def spoil(tensors: dict[str, np.ndarray[Any, Any]]) -> None:
+        tensors[MLP][3, 5] = math.nan
+
+    first, second = revision(0), revision(2)
+    spoilt = revision(4, spoil)
+    copy = revision(2, name="model-step6")
+    made = cf_ops.sweep([first, second, spoilt, copy], {"ppl": ppl})
+    named = faults(made)
+    assert set(named) == {"model-step4", "model-step6"}
+    assert MLP in named["model-step4"] and "element (3, 5): expected a finite number, got NaN" in named["model-step4"]
+    assert named["model-step6"] == f"all tensors are those of {second}"
+    spoilt_row = made.revisions[2]
+    assert spoilt_row.error is not None and spoilt_row.metrics == {} and spoilt_row.sha256
+    assert made.revisions[3].metrics == made.revisions[1].metrics
+
+
+def test_other_ways_to_be_wrong_are_named(revision: Callable[..., pathlib.Path], checkpoints: pathlib.Path) -> None:
+    def of_another_run(tensors: dict[str, np.ndarray[Any, Any]]) -> None:
+        for seed, (name, elements) in enumerate(tensors.items()):
+            if elements.ndim == 2:
+                elements[...] = np.random.default_rng(seed).permutation(elements.ravel()).reshape(elements.shape)
+
+    def swapped(tensors: dict[str, np.ndarray[Any, Any]]) -> None:
+        other = MLP.replace("layers.0", "layers.1")
+        tensors[MLP][...], tensors[other][...] = tensors[other].copy(), tensors[MLP].copy()
+
+    def names(*directories: pathlib.Path) -> dict[str, str]:
+        return faults(cf_ops.sweep(directories, {}))
+
+    steps = [revision(step) for step in (0, 2, 4, 6, 8)]
+    assert names(*steps) == {}
+    aside = revision(5, of_another_run)
+    what = "its weights lie farther from those of {} and {} than these lie from each other"
+    assert names(*steps, aside) == {aside.name: what.format(steps[2], steps[3])}
+    aside.rename(aside.with_name("aside"))
+    mixed = revision(7, swapped)
+    assert names(*steps[:4], revision(7, name="true-step7"), mixed)[mixed.name].startswith(f"{MLP} has the elements of")
+    # Steps 3 and 13 under each other's names.
+    order = [steps[0], revision(13, name="model-step3"), *steps[2:], revision(3, name="model-step13")]
+    found = names(*order)
+    assert "model-step3" in found and all("its weights lie" in what for what in found.values())
+    cut = revision(9)
+    with open(cut / "model.safetensors", "r+b") as file:
+        file.truncate(1000)
+    other = checkpoints / "neox-d128"
+    found = names(steps[0], cut, other)
+    assert "model.safetensors: expected a file of safetensors" in found[cut.name]
+    assert f"that of {steps[0]}" in found[other.name]
+
+
+def test_an_interrupted_sweep_goes_on(revision: Callable[..., pathlib.Path], tmp_path: pathlib.Path) -> None:
+    directories = [revision(step) for step in (0, 1, 2, 3)]
+    out, measured = tmp_path / "sweep.json", []
+
+    def metric(model: cf_ops.Model) -> float:
+        measured.append(pathlib.Path(model.directory).name)
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        if len(measured) == 2:
+            raise ValueError("of this run alone")
+        return len(measured)
+
+    with pytest.raises(KeyboardInterrupt):
+        cf_ops.sweep(directories, {"m": metric}, out=out)
+    written = json.loads(out.read_text())
+    assert [row["error"] for row in written["revisions"]] == [None, "of this run alone"]
+    made = cf_ops.sweep(directories, {"m": metric}, out=out)
+    steps = ["model-step0", "model-step1", "model-step2", "model-step1", "model-step2", "model-step3"]
+    assert measured == steps and made.faults == []
+    assert [r.metrics["m"] for r in made.revisions] == [1, 4, 5, 6]
+    assert cf_ops.sweep(directories[:2], {"m": metric}, out=out).revisions == made.revisions[:2] and len(measured) == 6
+    before = out.read_bytes()
+    with pytest.raises(ValueError, match="expected a sweep with metrics"):
+        cf_ops.sweep(directories, {"other": metric}, out=out)
+    with pytest.raises(ValueError, match="expected a sweep with settings {'ids': 1}, to go on with, got {}"):
+        cf_ops.sweep(directories, {"m": metric}, out=out, settings={"ids": 1})
+    assert out.read_bytes() == before
+
+    def broken(model: cf_ops.Model) -> float:
+        raise ZeroDivisionError("a metric's own mistake ends the sweep")
+
+    with pytest.raises(ZeroDivisionError):
+        cf_ops.sweep(directories, {"m": broken})
+
+
+def test_what_is_refused(checkpoints: pathlib.Path) -> None:
+    directory = checkpoints / "neox-tanh"
+    with pytest.raises(TypeError, match="expected several, got one str"):
+        cf_ops.sweep(str(directory), {})
+    with pytest.raises(ValueError, match="expected each once"):
+        cf_ops.sweep([directory, directory], {})
+    with pytest.raises(TypeError, match="metrics: expected functions of a model, got int for 'm'"):
+        cf_ops.sweep([directory], {"m": 1})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="activation: expected float32 or float64"):
+        cf_ops.sweep([directory], {}, activation="float16")
+    made = cf_ops.sweep(["no-such-folder"], {})
+    assert made.revisions[0].error is not None and "no-such-folder" in made.revisions[0].error
+    assert len(cf_ops.pythia_steps()) == 154 and cf_ops.pythia_steps()[-1] == "step143000"
+
+
+def test_surprisal_is_what_perplexity_means(checkpoints: pathlib.Path) -> None:
+    model = cf_ops.load(checkpoints / "neox-tanh", activation="float64")
+    for context, stride in ((2048, None), (30, None), (30, 7)):
+        made = cf_ops.surprisal(model, IDS, context, stride)
+        score = model.perplexity(IDS, context, stride)
+        assert made.shape == IDS.shape and np.isnan(made[0]) and (~np.isnan(made)).sum() == score.positions
+        assert np.nanmean(made) == pytest.approx(score.nll, rel=1e-14)
+    logits = model.logits(IDS)[:-1]
+    of_next = logits[np.arange(IDS.size - 1), IDS[1:]]
+    expected = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1) - of_next
+    np.testing.assert_allclose(cf_ops.surprisal(model, IDS)[1:], expected, rtol=1e-12)
+    with pytest.raises(ValueError, match="ids: expected integers of 0 to 127, got 3 to 128"):
+        cf_ops.surprisal(model, [3, 128])
+    with pytest.raises(ValueError, match="ids: expected at least 2 integers"):
+        cf_ops.surprisal(model, [3])
+
+
+def test_a_plot_has_the_metrics(revision: Callable[..., pathlib.Path], tmp_path: pathlib.Path) -> None:
+    made = cf_ops.sweep([revision(0), revision(1)], {"one": lambda m: 1.0, "two": lambda m: 2.0})
+    if "matplotlib" not in sys.modules and not _has_matplotlib():
+        with pytest.raises(ImportError, match="pip install matplotlib"):
+            made.plot(tmp_path / "plot.svg")
+        return
+    made.plot(tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").read_text().count('<g id="axes_') == 2
+    with pytest.raises(ValueError, match="expected names among"):
+        made.plot(tmp_path / "plot.svg", ["three"])
+
+
+def _has_matplotlib() -> bool:
+    try:
+        import matplotlib  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def test_the_command(revision: Callable[..., pathlib.Path], tmp_path: pathlib.Path) -> None:
+    for step in (0, 2):
+        revision(step)
+    revision(2, name="model-step4")
+    np.save(tmp_path / "ids.npy", IDS)
+    np.save(tmp_path / "rows.npy", np.random.default_rng(1).integers(0, 128, (3, 64)))
+    (tmp_path / "own.py").write_text("def layers(model):\n    return model.config['num_hidden_layers']\n")
+    command = [sys.executable, "-m", "cf_ops", "sweep", "--folders", "model-step0", "model-step2", "model-step4"]
+    for metric in ("perplexity", "surprisal", "memorization", "own.py:layers"):
+        command += ["--metric", metric]
+    command += ["--tokens", "ids.npy", "--context", "40", "--sequences", "rows.npy", "--per-token", "nats"]
+    command += ["--out", "sweep.json", "--csv", "table.csv", "--json", "report.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr  # a revision is a copy
+    assert "cf_ops: model-step4: all tensors are those of model-step2\n" in done.stderr
+    table = list(csv.DictReader((tmp_path / "table.csv").open()))
+    nats = np.loadtxt(tmp_path / "nats" / "model-step2.csv", delimiter=",", skiprows=1)
+    assert (nats[:, 1] == IDS).all() and np.nanmean(nats[:, 2]) == pytest.approx(float(table[1]["surprisal.mean"]))
+    assert float(table[1]["surprisal.mean"]) == pytest.approx(float(table[1]["perplexity.nll"]))
+    assert float(table[0]["layers"]) == 2 and 0 <= float(table[0]["memorization.accuracy"]) <= 1
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["faults"] == [{"revision": "model-step4", "what": "all tensors are those of model-step2"}]
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert again.stdout == done.stdout and "to run" in done.stderr and "to run" not in again.stderr
+    bad = [*command[:-2], "--csv", "ids.npy"]
+    done = subprocess.run(bad, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "--csv: expected a file of its own, got 'ids.npy' as for --tokens" in done.stderr
