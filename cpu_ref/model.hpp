@@ -49,6 +49,9 @@ class Model final : public ModelRunner {
   /// A prompt's run goes through the model by itself, `chunk` tokens at a time; those that decode go through it together.
   /// A slot without a run is idle then: its cache keeps its bits, and its row of what a site makes has no meaning.
   Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
+  /// The rows of logits are scored by the threads that made them.
+  Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
+                                      const ScoreRequest& request) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override { lengths_.set(slot, 0); }

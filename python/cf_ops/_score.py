@@ -103,44 +103,45 @@ def score(
     return [Scored(prompt, at, *arrays) for prompt, at, arrays in zip(ids, firsts, made)]
 
 
-def perplexity(model: Model, ids: Prompt, context: int, stride: int | None) -> Perplexity:
-    """What :meth:`Model.perplexity` returns."""
-    all_ids = row_of_ids("ids", model.encode(ids) if isinstance(ids, str) else ids)
-    context = integer("context", context)
-    stride = context if stride is None else integer("stride", stride)
-    if context < 2:
-        raise ValueError(f"context: expected at least 2 ids, got {context}")
-    if not 1 <= stride <= context:
-        raise ValueError(f"stride: expected 1 to {context}, the context, got {stride}")
-    if all_ids.ndim != 1 or all_ids.size < 2:
-        raise ValueError(f"ids: expected at least 2 in one dimension, got the shape {all_ids.shape}")
+def surprisal(model: Model, ids: Prompt, context: int = 2048, stride: int | None = None) -> NDArray[np.float64]:
+    """-log p of each id given those before it in its window, in nats; NaN for an id that begins its window and is
+    scored in no other, as the first of all.
+
+    Windows are those of :meth:`Model.perplexity`, which is exp of the mean. Raises what that raises.
+    """
+    row = row_of_ids("ids", model.encode(ids) if isinstance(ids, str) else ids)
+    context = integer("context", context, 2, 2**31 - 1)
+    stride = context if stride is None else integer("stride", stride, 1, context)
+    if row.ndim != 1 or row.size < 2 or row.dtype.kind not in "iu":
+        raise ValueError(f"ids: expected at least 2 integers in one dimension, got {row.dtype} of {row.shape}")
     vocab_size = model.config["vocab_size"]
-    if all_ids.dtype.kind not in "iu" or all_ids.min() < 0 or all_ids.max() >= vocab_size:
-        raise ValueError(
-            f"ids: expected integers of 0 to {vocab_size - 1}, got {all_ids.dtype} from {all_ids.min()} to "
-            f"{all_ids.max()}"
-        )
-    context = min(context, all_ids.size)
-    windows = list(_windows(all_ids.size, context, stride))
+    if row.min() < 0 or row.max() >= vocab_size:
+        raise ValueError(f"ids: expected integers of 0 to {vocab_size - 1}, got {row.min()} to {row.max()}")
+    context = min(context, row.size)
+    windows = list(_windows(row.size, context, stride))
     at_once = max(1, _IDS_AT_ONCE // context)
-    total = sum(w.last - w.first - 1 for w in windows)  # a window's last id is scored and not read
-    parts: list[NDArray[np.float64]] = []
-    read = 0
+    made = np.full(row.size, np.nan)
+    read, total = 0, sum(window.read for window in windows)
     with _scorer(model, 1, context - 1) as scorer, Progress("scoring") as progress:
         for begin in range(0, len(windows), at_once):
             some = windows[begin : begin + at_once]
-            prompts = [(all_ids[w.first : w.last], w.scored - w.first) for w in some]
-            before = read
-            made = _scores(scorer, prompts, _piece(model), 0, lambda done, _: progress.set(before + done, total))
-            for window, (log_probs, _, _, _, error) in zip(some, made):
+            prompts = [(row[w.first : w.last], w.scored - w.first) for w in some]
+            scores = _scores(scorer, prompts, _piece(model), 0, lambda done, _: progress.set(read + done, total))
+            for window, (log_probs, _, _, _, error) in zip(some, scores):
                 if error is not None:
                     raise ValueError(f"ids {window.first} to {window.last - 1}: {error}")
-                parts.append(-log_probs)
-            read += sum(w.last - w.first - 1 for w in some)
+                made[window.scored : window.last] = -log_probs
+            read += sum(window.read for window in some)
             progress.set(read, total)
-    nll = np.concatenate(parts)
-    if not np.isfinite(nll).all():
-        raise ValueError(f"expected ids of a probability above 0, got {np.count_nonzero(~np.isfinite(nll))} others")
+    return made
+
+
+def perplexity(model: Model, ids: Prompt, context: int, stride: int | None) -> Perplexity:
+    """What :meth:`Model.perplexity` returns."""
+    nll = surprisal(model, ids, context, stride)
+    nll = nll[~np.isnan(nll)]
+    if np.isinf(nll).any():
+        raise ValueError(f"ids: expected a probability above 0 of each, got {np.count_nonzero(np.isinf(nll))} of 0")
     mean = float(nll.mean())
     error = float(nll.std(ddof=1) / np.sqrt(nll.size)) if nll.size > 1 else 0.0
     return Perplexity(float(np.exp(mean)), float(np.exp(mean)) * error, mean, error, nll.size)
@@ -152,6 +153,11 @@ class _Window(NamedTuple):
     first: int
     last: int
     scored: int
+
+    @property
+    def read(self) -> int:
+        """The ids that the model reads; the last one is scored alone."""
+        return self.last - self.first - 1
 
 
 def _windows(count: int, context: int, stride: int) -> Iterator[_Window]:
