@@ -46,8 +46,9 @@ class Model final : public ModelRunner {
 
   std::int64_t length(std::int64_t slot) const override { return lengths_[slot]; }
 
-  /// A prompt's run goes through the model by itself, `chunk` tokens at a time; those that decode go through it together.
-  /// A slot without a run is idle then: its cache keeps its bits, and its row of what a site makes has no meaning.
+  /// A prompt's run goes through the model by itself, `chunk` tokens at a time; those that decode go through it
+  /// together. A slot without a run is idle then: its cache keeps its bits, and its row of what a site makes has no
+  /// meaning.
   Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
   /// The rows of logits are scored by the threads that made them.
   Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
@@ -68,7 +69,8 @@ class Model final : public ModelRunner {
 
  private:
   Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const void> owner, const Options& options);
-  /// Calls f(member, dtype, shape) for each tensor that a model takes memory for. `member` is a Tensor or a list of them.
+  /// Calls f(member, dtype, shape) for each tensor that a model takes memory for. `member` is a Tensor or a list of
+  /// them.
   template <class F>
   static void for_each_tensor(const ModelSpec& model, const Options& options, F&& f);
   /// Takes `ids` through the model, for the slots from `slot` on, each with as many tokens; the logits are those of the

@@ -19,10 +19,11 @@ struct Entry {
   SequenceOptions options{};
   std::vector<std::int32_t> tokens{};  // prompt and emitted ids
   std::size_t prompt_size = 0;
-  bool shares = false;     // pages with others that begin alike
-  std::int64_t slot = -1;  // the lease's; -1 while the sequence waits, and once it has ended
-  std::int64_t read = 0;   // tokens that have entries in the slot
-  bool runs = false;       // whether an id was chosen behind all that was read
+  std::vector<TokenLogprobs> logprobs{};  // of the emitted ids, where the options ask for them
+  bool shares = false;                    // pages with others that begin alike
+  std::int64_t slot = -1;                 // the lease's; -1 while the sequence waits, and once it has ended
+  std::int64_t read = 0;                  // tokens that have entries in the slot
+  bool runs = false;                      // whether an id was chosen behind all that was read
   Finish finish = Finish::running;
   Status status{};
 
@@ -85,10 +86,18 @@ struct Decoder::State {
   }
 
   Result<Sequence> add(Entry e) {
-    CF_TRY(check_ids("decoder", "stop", e.options.stop, model.shape.vocab_size));
+    const std::int64_t vocab_size = model.shape.vocab_size;
+    CF_TRY(check_ids("decoder", "stop", e.options.stop, vocab_size));
     CF_TRY(e.options.sampling.validate());
     if (e.options.max_new_tokens < 1)
       return refused("max_new_tokens: expected at least 1, got " + std::to_string(e.options.max_new_tokens));
+    CF_TRY(e.options.changes.validate(vocab_size));
+    if (e.options.changes.min_new_tokens > e.options.max_new_tokens)
+      return refused("min_new_tokens: expected at most max_new_tokens, " + std::to_string(e.options.max_new_tokens) +
+                     ", got " + std::to_string(e.options.changes.min_new_tokens));
+    if (e.options.logprobs && (*e.options.logprobs < 0 || *e.options.logprobs > vocab_size))
+      return refused("logprobs: expected 0 to " + std::to_string(vocab_size) + " alternatives, got " +
+                     std::to_string(*e.options.logprobs));
     e.prompt_size = e.tokens.size();
     entries.emplace(next, std::move(e));
     waiting.push_back(next);
@@ -125,28 +134,33 @@ struct Decoder::State {
 
   /// Chooses an id for each of the sequences, whose slots have logits, and ends those whose last id it is.
   void choose(ModelRunner& runner, std::span<const Sequence> chosen, std::vector<Emitted>& emitted) {
-    std::vector<ModelRunner::Draw> draws;
+    std::vector<ChoiceRequest> requests;
     for (Sequence s : chosen) {
       const Entry& e = entries.at(s);
-      draws.push_back({.slot = (*lease)[e.slot],
-                       .sampling = e.options.sampling,
-                       .sequence = e.options.id,
-                       .position = e.size(),
-                       .history = e.tokens,
-                       .left = e.options.max_new_tokens - e.emitted() - 1,
-                       .stop = e.options.stop});
+      requests.push_back({.draw = {.slot = (*lease)[e.slot],
+                                   .sampling = e.options.sampling,
+                                   .sequence = e.options.id,
+                                   .position = e.size(),
+                                   .history = e.tokens,
+                                   .left = e.options.max_new_tokens - e.emitted() - 1,
+                                   .stop = e.options.stop},
+                          .prompt_size = e.prompt_size,
+                          .changes = &e.options.changes,
+                          .logprobs = e.options.logprobs});
     }
-    const std::vector<Result<std::int32_t>> ids = runner.choose(draws);
+    std::vector<Choice> choices = choose_ids(runner, requests);
     for (std::size_t i = 0; i < chosen.size(); ++i) {
       Entry& e = entries.at(chosen[i]);
-      if (!ids[i]) {
+      const Result<std::int32_t>& id = choices[i].id;
+      if (!id) {
         end(e, Finish::failed,
-            Status::error(ids[i].status().code(), "decoder: " + name_of(chosen[i]) + ": " + ids[i].status().message()));
+            Status::error(id.status().code(), "decoder: " + name_of(chosen[i]) + ": " + id.status().message()));
         continue;
       }
-      e.tokens.push_back(*ids[i]);
-      emitted.push_back({chosen[i], *ids[i]});
-      if (std::find(e.options.stop.begin(), e.options.stop.end(), *ids[i]) != e.options.stop.end())
+      e.tokens.push_back(*id);
+      if (e.options.logprobs) e.logprobs.push_back(std::move(choices[i].logprobs));
+      emitted.push_back({chosen[i], *id});
+      if (std::find(e.options.stop.begin(), e.options.stop.end(), *id) != e.options.stop.end())
         end(e, Finish::stop);
       else if (e.emitted() >= e.options.max_new_tokens)
         end(e, Finish::length);
@@ -381,6 +395,15 @@ Result<bool> Decoder::waits(Sequence sequence) const {
 Result<std::vector<std::int32_t>> Decoder::ids(Sequence sequence) const {
   CF_TRY_ASSIGN(const Entry* const e, state_->find(sequence));
   return std::vector<std::int32_t>(e->tokens.begin() + std::ptrdiff_t(e->prompt_size), e->tokens.end());
+}
+
+Result<std::vector<TokenLogprobs>> Decoder::logprobs(Sequence sequence, std::int64_t first) const {
+  CF_TRY_ASSIGN(const Entry* const e, state_->find(sequence));
+  if (first < 0 || first > e->emitted())
+    return refused("first: expected 0 to " + std::to_string(e->emitted()) + ", the new ids, got " +
+                   std::to_string(first));
+  if (e->logprobs.empty()) return std::vector<TokenLogprobs>();
+  return std::vector<TokenLogprobs>(e->logprobs.begin() + first, e->logprobs.end());
 }
 
 Result<Finish> Decoder::finish(Sequence sequence) const {

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/model/choice.hpp"
 #include "core/model/runner.hpp"
 #include "core/model/slot_lease.hpp"
 #include "core/sampling.hpp"
@@ -24,6 +25,9 @@ struct SequenceOptions {
   std::uint64_t id = 0;
   std::vector<std::int32_t> stop{};  // ids that end the sequence; the id that ended it is its last
   std::int64_t max_new_tokens = std::numeric_limits<std::int64_t>::max();
+  LogitsChanges changes{};
+  /// How many alternatives each id has in logprobs(), which has none where this is empty.
+  std::optional<std::int64_t> logprobs{};
 };
 
 /// Why a sequence has ended.
@@ -67,8 +71,9 @@ class Decoder {
 
   /// Takes a sequence, which waits where no slot is free or others wait; the next prefill() or decode() with a slot for
   /// it reads its prompt. Refuses a prompt that is empty, longer than entry_limit() allows or holds an id outside the
-  /// vocabulary; sampling parameters that Sampling::validate() refuses; stop ids outside the vocabulary; and
-  /// max_new_tokens below 1.
+  /// vocabulary; sampling parameters that Sampling::validate() refuses; changes that LogitsChanges::validate() refuses;
+  /// stop ids outside the vocabulary; max_new_tokens below 1 or changes.min_new_tokens; and logprobs outside 0 to the
+  /// vocabulary's size.
   Result<Sequence> add(std::span<const std::int32_t> prompt, SequenceOptions options = {});
   /// Takes a sequence whose prompt is the first `tokens` tokens of another one, of its prompt and its ids; by default
   /// its prompt. It is given what add() of these tokens would be given. Where the cache has pages it shares those of a
@@ -94,6 +99,8 @@ class Decoder {
   /// it failed, how. The status of one that gave up its slot for want of pages is Code::out_of_memory until it goes on.
   Result<bool> waits(Sequence sequence) const;
   Result<std::vector<std::int32_t>> ids(Sequence sequence) const;
+  /// The log-probabilities of its ids behind the prompt from ids()[first] on; none where it does not ask for them.
+  Result<std::vector<TokenLogprobs>> logprobs(Sequence sequence, std::int64_t first = 0) const;
   Result<Finish> finish(Sequence sequence) const;
   Status status(Sequence sequence) const;
   /// The logits (vocab) that a running sequence's last id was chosen from.

@@ -51,7 +51,8 @@ class ModelRunner {
     std::uint64_t sequence;  // the caller's number of the sequence
     std::int64_t position;
     std::span<const std::int32_t> history;  // prompt and chosen ids, for the repetition penalty
-    /// How many tokens the sequence may get after the chosen one; with 0 it ends with that, whichever it is.
+    /// How many tokens the sequence may get after the chosen one in steps that have these draws' sequences alone: so
+    /// many a runner may make ahead.
     std::int64_t left = std::numeric_limits<std::int64_t>::max();
     /// Ids that end the sequence: it gets no token behind one of these.
     std::span<const std::int32_t> stop = {};

@@ -7,8 +7,8 @@ namespace cf::ops {
 /// RMSNorm, the QKV product, RoPE and the append to the cache in one op:
 ///   w = RmsLinear(x; gamma, linear, eps)                          (tokens, (heads + 2 * kv_heads) * head_dim)
 ///   q, k_cache and v_cache = RopeAppend(w)
-/// w has all heads of q, then of k, then of v: QkvLayout::separate. w, k and v are not outputs. RmsLinear and RopeAppend
-/// define the rest.
+/// w has all heads of q, then of k, then of v: QkvLayout::separate. w, k and v are not outputs. RmsLinear and
+/// RopeAppend define the rest.
 /// Source: transformers' LlamaDecoderLayer.input_layernorm and LlamaAttention up to the attention itself.
 /// Refuses what RmsLinear and RopeAppend refuse.
 struct RmsQkv {

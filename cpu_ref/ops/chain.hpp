@@ -1,6 +1,7 @@
 #pragma once
-// The condition of an op that is a chain of others. Private to cpu_ref.
+// Ops that are chains of others: their parts in turn. Private to cpu_ref.
 #include "cpu_ref/cpu_ref.hpp"
+#include "cpu_ref/ops/real.hpp"
 
 namespace cf::cpu_ref {
 
@@ -13,6 +14,43 @@ Status add_part(const Args& args, Condition& total) {
   total.l2 += b.rel_l2 / unit_roundoff(DType::f64);
   total.max += b.rel_max / unit_roundoff(DType::f64) / 4;
   return {};
+}
+
+/// Checks a chain's call, and the values that its parts would check one by one: nothing is written by then.
+template <class Args>
+Status check_chain(const Args& a) {
+  using Op = typename Args::Op;
+  CF_TRY(Op::check(a));
+  [[maybe_unused]] const auto d = Op::dims(a);
+  [[maybe_unused]] const auto check_groups = [](const LinearParams& linear) -> Status {
+    const auto* gptq = std::get_if<GptqWeight>(&linear.weight);
+    return gptq ? check_index(Op::name, "g_idx", gptq->g_idx, 0, gptq->scales.shape[0] - 1) : Status();
+  };
+  if constexpr (requires { a.linear; }) CF_TRY(check_groups(a.linear));
+  if constexpr (requires { a.linear2; }) CF_TRY(check_groups(a.linear2));
+  if constexpr (requires { a.positions; }) CF_TRY(check_index(Op::name, "positions", a.positions, 0, d.table_rows - 1));
+  if constexpr (requires { a.kv_len; }) CF_TRY(check_lengths(Op::name, a.kv_len, a.runs, d, d.capacity));
+  return {};
+}
+
+/// Runs a chain. `parts(a, f)` calls f with the Args of every part, on intermediates of its own.
+template <class Args, class Parts>
+Status run_chain(const Args& a, const Parts& parts) {
+  CF_TRY(check_chain(a));
+  return parts(a, [](const auto& part) { return run(part); });
+}
+
+/// The sum over the parts of sqrt(terms) * condition, as a chain's budget takes it. It runs the chain: each part reads
+/// what the part before it made.
+template <class Args, class Parts>
+Result<Condition> chain_condition(const Args& a, const Parts& parts) {
+  CF_TRY(check_chain(a));
+  Condition total{0, 0};
+  CF_TRY(parts(a, [&](const auto& part) -> Status {
+    CF_TRY(run(part));
+    return add_part(part, total);
+  }));
+  return total;
 }
 
 }  // namespace cf::cpu_ref

@@ -5,7 +5,8 @@ A Linear of K inputs and N outputs with b bits and groups of g inputs is
     qzeros   int32 (ceil(K / g), N * b / 32)  zeros, packed along N; format "gptq" (v1) stores zero - 1
     scales   float16 (ceil(K / g), N)
     g_idx    int32 (K)
-and W[n, k] = scales[g_idx[k], n] * (q(k, n) - zero(g_idx[k], n)).
+and W[n, k] = scales[g_idx[k], n] * (q(k, n) - zero(g_idx[k], n)). So is a Conv1D, whose dense weight is (K, N): both
+packages transpose it before they pack it.
 """
 
 import os
@@ -66,7 +67,7 @@ def read_config(directory, config):
 class Format:
     """The format of a checkpoint's quantised Linears."""
 
-    def __init__(self, config, source, linears=LINEARS):
+    def __init__(self, config, source, linears=LINEARS, transposed=()):
         method, form = config.get("quant_method", "gptq"), config.get("checkpoint_format", "gptq")
         if method != "gptq" or form not in ("gptq", "gptq_v2") or config.get("bits") not in (4, 8):
             raise Refusal(
@@ -76,6 +77,7 @@ class Format:
         self.bits, self.group_size, self.is_v2 = config["bits"], config.get("group_size", 128), form == "gptq_v2"
         modules = config.get("modules_in_block_to_quantize")
         self.modules = linears if modules is None else tuple(m for inner in modules for m in inner)
+        self.transposed = tuple(transposed)  # those whose dense weights are (K, N)
 
     def part_shapes(self, weight_shapes):
         """Name -> shape of the stored tensors, in the order of weights_checksum(), from the dense tensors' shapes."""
@@ -83,7 +85,8 @@ class Format:
         for name, shape in weight_shapes.items():
             module, _, kind = name.rpartition(".")
             if kind == "weight" and module in self.modules:
-                parts = shapes(*shape, self.bits, self.group_size)
+                size = shape[::-1] if module in self.transposed else shape
+                parts = shapes(*size, self.bits, self.group_size)
                 stored |= {f"{module}.{part}": part_shape for part, part_shape in parts.items()}
             else:
                 stored[name] = shape
@@ -96,7 +99,8 @@ class Format:
             module, _, kind = name.rpartition(".")
             if kind == "qweight":
                 parts = {part: stored[f"{module}.{part}"] for part in PARTS}
-                weights[f"{module}.weight"] = dequantise(parts, self.bits, self.is_v2)
+                weight = dequantise(parts, self.bits, self.is_v2)
+                weights[f"{module}.weight"] = weight.T if module.endswith(self.transposed) else weight
             elif kind not in PARTS:
                 weights[name] = array
         return weights

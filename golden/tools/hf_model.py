@@ -40,7 +40,8 @@ class Checkpoint:
         self.config_text, config = read_json_file(path)
         self.model = parse_config(self.config_text, path)
         quantised = gptq.read_config(directory, config)
-        self.gptq = quantised and gptq.Format(quantised, directory, self.model.names.linears)
+        names = self.model.names
+        self.gptq = quantised and gptq.Format(quantised, directory, names.linears, names.transposed)
         self.shards = self._index()  # tensor name -> file name; None where there is one file
 
     def _index(self):
@@ -424,7 +425,9 @@ class LayerRecorder(Recorder):
         }
         expected = 1 if model.rotary_dim else 0
         if self.rope_calls != expected:
-            raise Refusal(f"transformers: expected RoPE {expected} times in a layer's step, got {self.rope_calls} times")
+            raise Refusal(
+                f"transformers: expected RoPE {expected} times in a layer's step, got {self.rope_calls} times"
+            )
         return taps, self.tables(model, tokens)
 
 

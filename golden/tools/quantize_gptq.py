@@ -26,7 +26,7 @@ import numpy as np
 import gptq
 from families import NAMES
 from golden_file import current_umask, write_json
-from hf_model import PACKAGES, Checkpoint, one_layer, to_numpy, to_torch, versions
+from hf_model import PACKAGES, Checkpoint, layers_of, one_layer, to_numpy, to_torch, versions
 from model_config import layer_shapes
 from tokenize_text import read_ids
 
@@ -130,6 +130,7 @@ def run_layer(model, dense, stored, hidden):
     import torch
 
     hf = one_layer(model, dense, stored, "float64", "sdpa", "cpu")
+    (layer,) = layers_of(hf, model)
     hessians, outputs = {}, []
 
     def add(name):
@@ -140,8 +141,8 @@ def run_layer(model, dense, stored, hidden):
         return hook
 
     for name in model.names.linears:
-        hf.layers[0].get_submodule(name).register_forward_pre_hook(add(name))
-    hf.layers[0].register_forward_hook(
+        layer.get_submodule(name).register_forward_pre_hook(add(name))
+    layer.register_forward_hook(
         lambda module, args, result: outputs.append(result[0] if isinstance(result, tuple) else result)
     )
     with torch.no_grad():
@@ -165,12 +166,14 @@ def quantise_checkpoint(source, out, recipe, command, samples=16, length=64, see
     from safetensors.torch import save_file
 
     checkpoint = Checkpoint(source)
-    model = checkpoint.model
+    model, names = checkpoint.model, checkpoint.model.names
     if checkpoint.gptq:
         raise Refusal(f"{source}: is quantised already")
+    if names.positions and not recipe.round_to_nearest and length > model.max_position_embeddings:
+        raise Refusal(f"--length must be at most the model's {model.max_position_embeddings} positions, got {length}")
     for module in recipe.modules:
-        if module not in model.names.linears:
-            raise Refusal(f"--modules must be among {', '.join(model.names.linears)}, got {module!r}")
+        if module not in names.linears:
+            raise Refusal(f"--modules must be among {', '.join(names.linears)}, got {module!r}")
     check_sizes(model, recipe)
     tensors = {}
     files = set(checkpoint.shards.values()) if checkpoint.shards else {"model.safetensors"}
@@ -184,16 +187,19 @@ def quantise_checkpoint(source, out, recipe, command, samples=16, length=64, see
             ids = windows(tokens, model.vocab_size, samples, length)
         else:
             ids = np.random.default_rng(seed).integers(0, model.vocab_size, (samples, length))
-        hidden = tensors[f"{model.names.embedding}.weight"].double().numpy()[ids]
-    form = gptq.Format(recipe.config(), out, model.names.linears)
+        hidden = tensors[f"{names.embedding}.weight"].double().numpy()[ids]
+        if names.positions:
+            hidden = hidden + tensors[f"{names.positions}.weight"].double().numpy()[:length]
+    form = gptq.Format(recipe.config(), out, names.linears, names.transposed)
     for layer in range(model.num_hidden_layers):
         progress(f"layer {layer} of {model.num_hidden_layers}")
-        prefix = model.names.layer(layer)
+        prefix = names.layer(layer)
         _, dense, stored_dtype = checkpoint.layer(layer)
         hessians = run_layer(model, dense, stored_dtype, hidden)[1] if hidden is not None else {}
         parts = dict(dense)
-        for module in recipe.modules or model.names.linears:
+        for module in recipe.modules or names.linears:
             weight = to_torch(parts.pop(f"{module}.weight"), stored_dtype).double().numpy()
+            weight = weight.T if module in names.transposed else weight
             quantised = quantise(weight, hessians.get(module), recipe)
             parts |= {f"{module}.{part}": array for part, array in quantised.items()}
             del tensors[f"{prefix}{module}.weight"]

@@ -10,6 +10,7 @@ except ImportError as error:
     raise ImportError(needs) from None
 
 from cf_ops import hf, ops
+from cf_ops._activations import Activations, activations
 from cf_ops._core import CfError
 from cf_ops._device import cuda_available
 from cf_ops._memorize import Memorized, memorize
@@ -20,6 +21,7 @@ __version__ = _core.version()
 CfError.__module__ = __name__
 
 __all__ = [
+    "Activations",
     "CfError",
     "Generated",
     "Generation",
@@ -30,6 +32,7 @@ __all__ = [
     "Scored",
     "Sweep",
     "__version__",
+    "activations",
     "cuda_available",
     "hf",
     "load",

@@ -63,20 +63,23 @@ class Sweep:
         write_text(path_of("path", path), text.getvalue())
 
     def plot(self, path: str | os.PathLike[str], metrics: Iterable[str] | None = None) -> None:
-        """Draws each metric against the step, in the format that the file's name says. Raises ImportError where
-        matplotlib is missing."""
+        """Draws each metric against the step, in the format that the file's name says; "m.error" is the bar of "m".
+        Raises ImportError where matplotlib is missing."""
         try:
             from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
         except ImportError:
             raise ImportError("a plot needs the package matplotlib, which is missing: pip install matplotlib") from None
-        names = self.metrics if metrics is None else [text_of("metrics", m) for m in metrics]
+        bars = [name for name in self.metrics if name.endswith(".error")]
+        names = [name for name in self.metrics if name not in bars]
+        names = names if metrics is None else [text_of("metrics", m) for m in metrics]
         unknown = [name for name in names if name not in self.metrics]
         if unknown or not names:
             raise ValueError(f"metrics: expected names among {self.metrics}, got {unknown}")
         figure = Figure(figsize=(8, 3 * len(names)), layout="constrained")
         for name, axes in zip(names, np.atleast_1d(figure.subplots(len(names), 1, sharex=True))):
-            points = sorted((r.step, r.metrics[name]) for r in self.revisions if name in r.metrics)
-            axes.plot([step for step, _ in points], [value for _, value in points], marker="o", markersize=3)
+            rows = sorted((r for r in self.revisions if name in r.metrics), key=lambda r: r.step)
+            errors = [r.metrics.get(f"{name}.error", 0.0) for r in rows]
+            axes.errorbar([r.step for r in rows], [r.metrics[name] for r in rows], errors, marker="o", markersize=3)
             axes.set_xscale("symlog", linthresh=1)  # Pythia's first steps are 0, 1, 2, 4, 8 ...
             axes.set_ylabel(name)
             axes.grid(alpha=0.3)

@@ -8,8 +8,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <exception>
 #include <memory>
 #include <optional>
+#include <span>
 #include <utility>
 
 #include "python/src/arrays.hpp"
@@ -24,6 +27,65 @@ namespace cf::python {
 namespace {
 
 using Pairs = std::vector<std::pair<std::int64_t, std::int32_t>>;  // sequence, id
+using Biases = std::vector<std::pair<std::int64_t, double>>;       // id, what is added to its logit
+// By id: log p, and those of the likeliest ids.
+using Logprobs = std::vector<std::pair<double, std::vector<std::pair<std::int32_t, double>>>>;
+
+template <class T>
+nb::object array_of_values(std::span<const T> values) {
+  auto* const owned = new std::vector<T>(values.begin(), values.end());
+  const nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(owned->data(), {owned->size()}, owner));
+}
+
+/// Calls a Python function with a row of logits and the ids so far, and takes the row that it returns. An exception,
+/// which may be the function's own, is Python's current one afterwards.
+void call_processor(const nb::object& function, std::span<float> logits, std::span<const std::int32_t> ids) {
+  const nb::object made = function(array_of_values<float>(logits), array_of_values(ids));
+  const nb::module_ numpy = nb::module_::import_("numpy");
+  const nb::object array = numpy.attr("asarray")(made), shape = array.attr("shape");
+  const auto kind = nb::cast<std::string>(array.attr("dtype").attr("kind"));
+  if (kind != "f" && kind != "i" && kind != "u") {
+    const auto got = nb::cast<std::string>(made.type().attr("__name__"));
+    throw nb::type_error(("logits_processor: expected the row of logits in return, got " + got).c_str());
+  }
+  if (const std::string expected = "(" + std::to_string(logits.size()) + ",)", got = nb::str(shape).c_str();
+      got != expected)
+    throw nb::value_error(
+        ("logits_processor: expected a row of the shape " + expected + " in return, got " + got).c_str());
+  using Row = nb::ndarray<const float, nb::numpy, nb::ndim<1>, nb::c_contig>;
+  const nb::object floats = numpy.attr("ascontiguousarray")(array, "dtype"_a = "float32");
+  const auto row = nb::cast<Row>(floats);
+  std::copy_n(row.data(), row.size(), logits.data());
+}
+
+/// A Python function as a decoder calls it: without the GIL, which it takes, as does whoever drops the last copy.
+LogitsChanges::Processor processor_of(nb::handle function) {
+  if (function.is_none()) return {};
+  const std::shared_ptr<nb::object> held(new nb::object(nb::borrow(function)), [](nb::object* object) {
+    if (interpreter_ends()) return;
+    const nb::gil_scoped_acquire acquire;
+    delete object;
+  });
+  return [held](std::span<float> logits, std::span<const std::int32_t> ids) -> Status {
+    const Status failed = Status::error(Code::io_error, "logits_processor: an exception");
+    if (interpreter_ends()) return failed;
+    const nb::gil_scoped_acquire acquire;
+    if (PyErr_Occurred()) return failed;  // of another sequence's processor, or of a signal's handler
+    try {
+      call_processor(*held, logits, ids);
+      return {};
+    } catch (nb::python_error& error) {
+      error.restore();
+    } catch (const nb::builtin_exception& error) {
+      PyErr_SetString(error.type() == nb::exception_type::type_error ? PyExc_TypeError : PyExc_ValueError,
+                      error.what());
+    } catch (const std::exception& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return failed;
+  };
+}
 
 /// A Decoder, and the slots that it has.
 class PythonDecoder {
@@ -34,12 +96,16 @@ class PythonDecoder {
   PythonDecoder(const std::shared_ptr<SharedModel>& shared, std::int64_t slots)
       : slots_(shared, slots), decoder_(made()) {}
 
-  std::int64_t add(nb::handle prompt, const Sampling& sampling, std::uint64_t id, nb::handle stop,
-                   std::optional<std::int64_t> max_new_tokens) {
+  /// The options' stop ids and biases come from `stop` and `logit_bias`.
+  std::int64_t add(nb::handle prompt, SequenceOptions options, nb::handle stop, const Biases& logit_bias) {
     const std::int64_t vocab_size = slots_.vocab_size();
     const Ids ids = ids_of("prompt", prompt, vocab_size);
-    SequenceOptions options{.sampling = sampling, .id = id, .stop = ids_of("stop", stop, vocab_size)};
-    options.max_new_tokens = max_new_tokens.value_or(options.max_new_tokens);
+    options.stop = ids_of("stop", stop, vocab_size);
+    for (const auto& [id, bias] : logit_bias) {
+      if (id < 0 || id >= vocab_size)
+        refuse("logit_bias: expected ids of 0 to " + std::to_string(vocab_size - 1) + ", got " + std::to_string(id));
+      options.changes.logit_bias.push_back({std::int32_t(id), float(bias)});
+    }
     return take(slots_.look([&] { return decoder_.add(ids, std::move(options)); }));
   }
   Pairs prefill() {
@@ -56,6 +122,14 @@ class PythonDecoder {
   }
   Ids ids(std::int64_t sequence) {
     return take(slots_.look([&] { return decoder_.ids(sequence); }));
+  }
+  Logprobs logprobs(std::int64_t sequence, std::int64_t first) {
+    Logprobs found;
+    for (const TokenLogprobs& t : take(slots_.look([&] { return decoder_.logprobs(sequence, first); }))) {
+      auto& [logprob, top] = found.emplace_back(t.logprob, Logprobs::value_type::second_type());
+      for (const LikelyId& p : t.top) top.emplace_back(p.id, p.log_prob);
+    }
+    return found;
   }
   std::string finish(std::int64_t sequence) {
     return std::string(to_string(take(slots_.look([&] { return decoder_.finish(sequence); }))));
@@ -104,15 +178,29 @@ void bind_decoder(nb::module_& m) {
           "add",
           [](PythonDecoder& d, nb::handle prompt, double temperature, int top_k, double top_p, double min_p,
              double repetition_penalty, std::uint64_t seed, std::uint64_t id, nb::handle stop,
-             std::optional<std::int64_t> max_new_tokens) {
-            return d.add(prompt, {temperature, top_k, top_p, min_p, repetition_penalty, seed}, id, stop,
-                         max_new_tokens);
+             std::optional<std::int64_t> max_new_tokens, std::int64_t min_new_tokens, const Biases& logit_bias,
+             double frequency_penalty, double presence_penalty, nb::handle logits_processor,
+             std::optional<std::int64_t> logprobs) {
+            SequenceOptions options{.sampling = {temperature, top_k, top_p, min_p, repetition_penalty, seed},
+                                    .id = id,
+                                    .changes = {.frequency_penalty = frequency_penalty,
+                                                .presence_penalty = presence_penalty,
+                                                .min_new_tokens = min_new_tokens,
+                                                .processor = processor_of(logits_processor)},
+                                    .logprobs = logprobs};
+            options.max_new_tokens = max_new_tokens.value_or(options.max_new_tokens);
+            return d.add(prompt, std::move(options), stop, logit_bias);
           },
           "prompt"_a, nb::kw_only(), "temperature"_a = 0.0, "top_k"_a = 0, "top_p"_a = 1.0, "min_p"_a = 0.0,
           "repetition_penalty"_a = 1.0, "seed"_a = 0, "id"_a = 0, "stop"_a = nb::tuple(),
-          "max_new_tokens"_a = nb::none(),
+          "max_new_tokens"_a = nb::none(), "min_new_tokens"_a = 0, "logit_bias"_a = Biases(),
+          "frequency_penalty"_a = 0.0, "presence_penalty"_a = 0.0, "logits_processor"_a = nb::none(),
+          "logprobs"_a = nb::none(),
           "Takes a sequence and returns its number. Where no slot is free it waits for one. Random numbers depend on "
-          "seed, id and position alone. Raises ValueError for a prompt that is empty, longer than the capacity or "
+          "seed, id and position alone. core/model/choice.hpp says what min_new_tokens, logit_bias (pairs of an id and "
+          "its bias), the penalties, logits_processor (called with the logits, float32, and the ids of prompt and "
+          "output; returns the logits) and logprobs (how many alternatives) are. Raises ValueError for a prompt that "
+          "is empty, longer than the capacity or "
           "outside the vocabulary, and for settings that have no meaning.")
       .def("prefill", &PythonDecoder::prefill,
            "Reads the prompts of the sequences added since; returns (sequence, id) of each one's first id.")
@@ -121,6 +209,8 @@ void bind_decoder(nb::module_& m) {
       .def("ended", &PythonDecoder::ended, "The sequences that have ended and were not dropped.")
       .def("drop", &PythonDecoder::drop, "sequence"_a, "Ends a sequence and forgets it.")
       .def("ids", &PythonDecoder::ids, "sequence"_a, "A sequence's ids behind its prompt.")
+      .def("logprobs", &PythonDecoder::logprobs, "sequence"_a, "first"_a = 0,
+           "Of each of a sequence's new ids from the one numbered `first` on: log p, and (id, log p) of the likeliest.")
       .def("finish", &PythonDecoder::finish, "sequence"_a,
            "Why a sequence has ended: \"running\", \"stop\", \"length\" or \"failed\".")
       .def("status", &PythonDecoder::status, "sequence"_a, "How a sequence failed, or None.")

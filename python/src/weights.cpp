@@ -168,6 +168,17 @@ void pack_weights(Weights& w, int device, std::uintptr_t stream, const nb::calla
   w.owner = kept_object(std::move(kept));
 }
 
+/// The model that ends behind its first layers; the weights are those of `w`.
+Weights first_layers(const Weights& w, std::int64_t count) {
+  const std::int64_t all = w.config.num_hidden_layers;
+  if (count < 1 || count > all)
+    refuse("layers: expected 1 to " + std::to_string(all) + ", those of the model, got " + std::to_string(count));
+  Weights first = w;
+  first.config.num_hidden_layers = count;
+  first.weights.layers.resize(std::size_t(count));
+  return first;
+}
+
 std::pair<Array, Array> rope_table_of(const Weights& w, std::int64_t rows) {
   if (rows < 1) refuse("rows: expected at least 1, got " + std::to_string(rows));
   const ModelSpec spec = w.config.spec();
@@ -242,6 +253,9 @@ void bind_weights(nb::module_& m) {
            "keeps "
            "the memory of the dense tensors, and nothing else is kept then. Raises NotImplementedError in a build "
            "without the CUDA backend, and ValueError for weights that are not on a device.")
+      .def("first_layers", &first_layers, "count"_a,
+           "The weights of the model that ends behind its first `count` layers, its last norm and its head. Nothing is "
+           "copied. Raises ValueError for fewer than 1 and more than the model has.")
       .def("rope_table", &rope_table_of, "rows"_a,
            nb::sig("def rope_table(self, rows: int) -> tuple[numpy.typing.NDArray[numpy.float32], "
                    "numpy.typing.NDArray[numpy.float32]]"),

@@ -92,7 +92,7 @@ inline std::vector<StoredTensor> layer_tensors(const ModelConfig& m, std::int64_
   std::vector<StoredTensor> tensors;
   for_each_weight(m, weights, [&](const TensorSpec& spec, const auto& view, auto shape) {
     const DType dtype = dtype_of_view<std::remove_cvref_t<decltype(view)>>(m.dtype);
-    StoredTensor t{"gpt_neox.layers." + std::to_string(layer) + "." + std::string(spec.name), stored_dtype(dtype),
+    StoredTensor t{m.family().names.layer(layer) + std::string(spec.name), stored_dtype(dtype),
                    Shape(shape.begin(), shape.end()), 0, view.data};
     t.bytes = element_count(t.shape) * std::int64_t(size_bytes(dtype));
     tensors.push_back(std::move(t));

@@ -332,8 +332,12 @@ TEST_CASE("gptq: a checkpoint's quantised layer is what was written", "[gptq]") 
   const WeightFormat format = GENERATE(WeightFormat{4, 32}, WeightFormat{4, 128}, WeightFormat{8, 32});
   const DType dtype = GENERATE(DType::f16, DType::bf16);
   const std::size_t shards = GENERATE(1, 3);
+  // A Conv1D, whose dense weight is stored transposed, is packed as a Linear is.
+  ModelConfig config = GENERATE(small_model(), learned_model_of(2, 32, 96));
+  config.dtype = dtype;
+  config.num_hidden_layers = 2;
   const TempDir dir;
-  const GptqModel model(format, small_model(dtype));
+  const GptqModel model(format, config);
   model.write(dir.path(), shards);
   auto checkpoint = Checkpoint::open(dir.path());
   REQUIRE(checkpoint.status().message() == "");
@@ -378,7 +382,7 @@ TEST_CASE("gptq: the config is found where it may be, and what differs is noted"
   std::filesystem::remove(dir / "quantize_config.json");
   write_file(dir / "config.json", with(inner));
   CHECK(load_layer(dir.path()).status().message() == "");
-  // In quant_config.json, the same as in config.json; then another format there.
+  // quant_config.json says the same as config.json; then config.json names another format.
   write_file(dir / "quant_config.json", inner);
   CHECK(load_layer(dir.path())->notes.empty());
   write_file(dir / "config.json", with(replaced(inner, "gptq_v2", "gptq")));

@@ -1,5 +1,5 @@
-// The pipeline's table of events, without a GPU: random sequences of events on a device of this file, which runs launches
-// as late or as far ahead as it likes, give the ids and logits of a runner that never runs ahead.
+// The pipeline's table of events, without a GPU: random sequences of events on a device of this file, which runs
+// launches as late or as far ahead as it likes, give the ids and logits of a runner that never runs ahead.
 #include <algorithm>
 #include <array>
 #include <deque>

@@ -185,6 +185,30 @@ class CommandLine(unittest.TestCase):
             self.assertIn("no such directory", self.refused("--model", out + "x", "--out", source))
             self.assertIn("is quantised already", self.refused("--model", out, "--out", source))
 
+    @unittest.skipUnless(HAS_TORCH, "needs torch, transformers and safetensors")
+    def test_a_conv1d_is_packed_as_a_linear(self):
+        import dump_hf
+        import hf_model
+
+        source = os.path.join(GOLDEN, os.pardir, os.pardir, "data", "checkpoints", "gpt2-d64")
+        with tempfile.TemporaryDirectory() as directory:
+            out = os.path.join(directory, "out")
+            base = ["--model", source, "--out", out, "--group", "32", "--asym"]
+            self.assertIn("--length must be at most the model's 320", self.refused(*base, "--length", "321"))
+            self.assertEqual(quantize_gptq.main([*base, "--desc-act", "--samples", "2"]), 0)
+            checkpoint, original = hf_model.Checkpoint(out), hf_model.Checkpoint(source)
+            stored, dense, _ = checkpoint.layer(1)
+            self.assertEqual(stored["attn.c_attn.qweight"].shape, (128 // 8, 3 * 128))
+            self.assertEqual(stored["mlp.c_proj.g_idx"].shape, (192,))
+            for name, weight in original.layer(1)[1].items():
+                if name.rpartition(".")[0] in checkpoint.gptq.modules and name.endswith("weight"):
+                    self.assertLess(np.linalg.norm(dense[name] - weight), 0.2 * np.linalg.norm(weight), name)
+            dump = os.path.join(directory, "x.h5")
+            self.assertEqual(dump_hf.main(["--model", out, "--layer", "1", "--kv-len", "5", "--out", dump]), 0)
+            with dump_hf.read_sealed(dump) as file:
+                weight = file["taps/float64/attn.c_attn.weight"][()]
+            self.assertTrue(np.array_equal(weight, dense["attn.c_attn.weight"].T))
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -7,10 +7,12 @@ import numpy as np
 import torch
 import transformers
 from conftest import read_safetensors
+from families import NAMES
+from made_gptq import checkpoint
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 CHECKPOINTS = [f"neox-gptq-{kind}" for kind in ("8bit", "asym", "desc-act", "mixed", "sym", "v2")]
-CHECKPOINTS += ["llama-gptq-desc-act", "qwen2-gptq-8bit", "qwen3-gptq-sym"]
+CHECKPOINTS += ["llama-gptq-desc-act", "qwen2-gptq-8bit", "qwen3-gptq-sym", "gpt2-gptq-desc-act"]
 
 
 class QuantLinear(torch.nn.Module):
@@ -54,15 +56,18 @@ class AutoGptqLinear(QuantLinear):
 AutoGptqLinear.__module__ = "auto_gptq.nn_modules.qlinear.qlinear_cuda_old"
 
 
-def read(root, name):
+def read(name):
     """A checkpoint's config without quantisation, that of GPTQ, and its tensors."""
-    directory = root / "data" / "checkpoints" / name
+    directory = checkpoint(name)
     config = json.loads((directory / "config.json").read_text())
     quantised = config.pop("quantization_config")
     tensors = {
         key: torch.from_numpy(array.view(np.float16) if dtype == "float16" else array)
         for key, (array, dtype) in read_safetensors(directory / "model.safetensors").items()
     }
+    names = NAMES[config["model_type"]]
+    if f"{names.head}.weight" not in tensors:
+        tensors[f"{names.head}.weight"] = tensors[f"{names.embedding}.weight"]  # tied
     return transformers.AutoConfig.for_model(**config), quantised, tensors
 
 
@@ -78,9 +83,9 @@ def empty_model(config, dtype):
     return model
 
 
-def load_gptq(root, name, kind=QuantLinear):
+def load_gptq(name, kind=QuantLinear):
     """A checkpoint's model in float16, whose quantised Linears are of a class."""
-    config, quantised, tensors = read(root, name)
+    config, quantised, tensors = read(name)
     model = empty_model(config, torch.float16)
     form = 2 if quantised["checkpoint_format"] == "gptq_v2" else 1
     for key in [key for key in tensors if key.endswith(".qweight")]:
@@ -94,17 +99,12 @@ def load_gptq(root, name, kind=QuantLinear):
     return model
 
 
-def load_reference(root, name):
+def load_reference(name):
     """The same in float64, with dense Linears of the same values."""
-    config, quantised, tensors = read(root, name)
-    model = empty_model(config, torch.float64)
-    state = {key: value for key, value in tensors.items() if key.rpartition(".")[2] not in PARTS}
-    for key in tensors:
-        if key.endswith(".qweight"):
-            module = key.removesuffix(".qweight")
-            parts = {part: tensors[f"{module}.{part}"].numpy() for part in PARTS}
-            is_v2 = quantised["checkpoint_format"] == "gptq_v2"
-            weight = gptq.dequantise(parts, quantised["bits"], is_v2)
-            state[f"{module}.weight"] = torch.from_numpy(np.ascontiguousarray(weight))
-    model.load_state_dict({renamed(key, model): value.double() for key, value in state.items()})
+    config, quantised, tensors = read(name)
+    model, names = empty_model(config, torch.float64), NAMES[config.model_type]
+    form = gptq.Format(quantised, name, names.linears, names.transposed)
+    dense = form.dense({key: tensor.numpy() for key, tensor in tensors.items()})
+    state = {renamed(key, model): torch.from_numpy(np.array(array)).double() for key, array in dense.items()}
+    model.load_state_dict(state)
     return model

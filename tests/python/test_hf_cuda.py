@@ -14,6 +14,7 @@ import cf_ops.hf
 import hf_gptq
 from cf_ops import _core
 from hf_models import CACHE, load, padded, sequences
+from made_gptq import checkpoint
 
 DEVICE = "cuda"
 NEOX = ("neox", "stdlib-4m")
@@ -63,7 +64,7 @@ class Streamer(transformers.generation.streamers.BaseStreamer):
 
 
 def weights_of(root, name):
-    return _core.Weights.open(str(root / "data" / "checkpoints" / name))
+    return _core.Weights.open(str(checkpoint(name)))
 
 
 def dtype_name(model):
@@ -528,15 +529,15 @@ def test_joined_parameters_and_what_restore_gives_back(root, name):
     assert torch.equal(theirs(), before) and torch.equal(greedy(model, padded([7])), ids_before)
 
 
-def gptq_model_of(root, name):
-    return hf_gptq.load_gptq(root, name).to(DEVICE)
+def gptq_model_of(name):
+    return hf_gptq.load_gptq(name).to(DEVICE)
 
 
 @pytest.mark.parametrize("name", hf_gptq.CHECKPOINTS)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_greedy_ids_of_quantised_models_are_those_of_float64(root, name, batch):
     inputs = padded(BATCHES[batch])
-    model = cf_ops.hf.speed_up(gptq_model_of(root, name))
+    model = cf_ops.hf.speed_up(gptq_model_of(name))
     generated = greedy(model, inputs)
     assert check_all(root, name, model, inputs, generated) > 0
     assert_all_ours(model)
@@ -548,8 +549,8 @@ def test_greedy_ids_of_quantised_models_are_those_of_float64(root, name, batch):
 
 
 @pytest.mark.parametrize("name", hf_gptq.CHECKPOINTS)
-def test_quantised_models_keep_their_tensors_and_are_packed_once(root, name):
-    model = gptq_model_of(root, name)
+def test_quantised_models_keep_their_tensors_and_are_packed_once(name):
+    model = gptq_model_of(name)
     state, ids = bits_of(model), padded([7, 7])["input_ids"].to(DEVICE)
     places = {key: b.data_ptr() for key, b in model.named_buffers() if key.rpartition(".")[2] in hf_gptq.PARTS}
 
@@ -572,7 +573,7 @@ def test_quantised_models_keep_their_tensors_and_are_packed_once(root, name):
     assert {key: b.data_ptr() for key, b in model.named_buffers() if key in places} == places
     assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
     with torch.no_grad():
-        last = "dense_4h_to_h.scales" if name.startswith("neox") else "down_proj.scales"
+        last = "dense_4h_to_h.scales", "down_proj.scales", "mlp.c_proj.scales"
         scales = next(buffer for key, buffer in model.named_buffers() if key.endswith(last))
         before_change = cf_ops.hf.run(model, ids)[0]
         scales.mul_(2)

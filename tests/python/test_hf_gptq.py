@@ -12,6 +12,7 @@ import cf_ops.hf
 from cf_ops import _core
 from hf_gptq import CHECKPOINTS, PARTS, AutoGptqLinear, QuantLinear, load_gptq, load_reference
 from hf_models import JOINED, ErrorBound, check_tokens, padded
+from made_gptq import checkpoint
 
 BATCHES = {1: [7], 3: [5, 1, 9], 8: [3, 12, 1, 7, 7, 2, 10, 5]}
 NAME = "neox-gptq-desc-act"
@@ -42,12 +43,12 @@ def assert_same_bits(model, state):
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_greedy_ids_are_those_of_float64(root, name, batch):
+def test_greedy_ids_are_those_of_float64(name, batch):
     inputs = padded(BATCHES[batch])
-    model = cf_ops.hf.speed_up(load_gptq(root, name))
+    model = cf_ops.hf.speed_up(load_gptq(name))
     generated = greedy(model, inputs)
     assert generated.shape == (batch, inputs["input_ids"].shape[1] + 24)
-    share = check_tokens(load_reference(root, name), model.dtype, inputs, generated)
+    share = check_tokens(load_reference(name), model.dtype, inputs, generated)
     assert share > 0.5, f"only {share:.0%} of float64's margins exceed the bound"
     report = cf_ops.hf.report(model)
     assert report.hugging_face == {} and report.share == 1
@@ -55,24 +56,24 @@ def test_greedy_ids_are_those_of_float64(root, name, batch):
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_logits_are_as_near_to_float64_as_derived(root, name):
+def test_logits_are_as_near_to_float64_as_derived(name):
     """They are those of the checkpoint's own loader, too."""
     ids = padded([40])["input_ids"]
-    model, reference = cf_ops.hf.speed_up(load_gptq(root, name)), load_reference(root, name)
+    model, reference = cf_ops.hf.speed_up(load_gptq(name)), load_reference(name)
     with torch.no_grad():
         exact = reference(ids).logits
     logits, _ = cf_ops.hf.run(model, ids)
     bound = ErrorBound(reference, ids[0]).relative
     assert (logits - exact).abs().max() <= bound * exact.abs().max()
-    runner = _core.Runner(_core.Weights.open(str(root / "data" / "checkpoints" / name)), capacity=40)
+    runner = _core.Runner(_core.Weights.open(str(checkpoint(name))), capacity=40)
     stored = torch.from_numpy(runner.forward(0, 0, ids[0].tolist(), 40))
     assert (logits[0] - stored).abs().max() <= 2 * bound * exact.abs().max()
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_restore_gives_back_outputs_methods_and_memory(root, name):
+def test_restore_gives_back_outputs_methods_and_memory(name):
     """Hugging Face's path runs on the modules' own tensors, which stay as they are; what is copied is reported."""
-    model = load_gptq(root, name)
+    model = load_gptq(name)
     methods, before, state = dict(model.__dict__), theirs(model), bits_of(model)
     buffers = {name: (b.data_ptr(), b._version) for name, b in model.named_buffers() if "bias" not in name}
     cf_ops.hf.speed_up(model)
@@ -83,8 +84,8 @@ def test_restore_gives_back_outputs_methods_and_memory(root, name):
     found = linears(model)
     joined = [m for n, m in found.items() if n.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))]
     copied = sum(getattr(module, part).nbytes for module in joined for part in PARTS[:3])
-    assert report.copied_bytes == copied and report.in_place == (copied == 0) == name.startswith("neox")
-    stored = _core.Weights.open(str(root / "data" / "checkpoints" / name)).bytes
+    assert report.copied_bytes == copied and report.in_place == (copied == 0) == name.startswith(("neox", "gpt2"))
+    stored = _core.Weights.open(str(checkpoint(name))).bytes
     assert report.weight_bytes == stored
     assert {n: (b.data_ptr(), b._version) for n, b in model.named_buffers() if "bias" not in n} == buffers
     assert_same_bits(model, state)
@@ -96,10 +97,10 @@ def test_restore_gives_back_outputs_methods_and_memory(root, name):
 
 
 @pytest.mark.parametrize("name", ["neox-gptq-sym", "llama-gptq-desc-act"] if JOINED else ["neox-gptq-sym"])
-def test_the_format_of_zeros_is_the_modules(root, name):
+def test_the_format_of_zeros_is_the_modules(name):
     """GPTQModel converts v1 to v2 in memory, whatever the config says; AutoGPTQ's classes have v1."""
-    model, converted = load_gptq(root, name), load_gptq(root, name)
-    of_auto_gptq = load_gptq(root, name, AutoGptqLinear)
+    model, converted = load_gptq(name), load_gptq(name)
+    of_auto_gptq = load_gptq(name, AutoGptqLinear)
     for one in (model, converted, of_auto_gptq):
         one.config.quantization_config = {"quant_method": "gptq", "checkpoint_format": "gptq", "bits": 4}
         assert all(module._form == 1 for module in linears(one).values())
@@ -122,8 +123,8 @@ def test_the_format_of_zeros_is_the_modules(root, name):
     assert (logits - theirs(other)).abs().max() < 0.05 * logits.abs().max()
 
 
-def test_changed_codes_are_read_again(root):
-    model, reference = cf_ops.hf.speed_up(load_gptq(root, NAME)), load_reference(root, NAME)
+def test_changed_codes_are_read_again():
+    model, reference = cf_ops.hf.speed_up(load_gptq(NAME)), load_reference(NAME)
     bound = max(ErrorBound(reference, ids).relative for ids in IDS) * theirs(reference).abs().max()
     changed = next(name for name in linears(model) if name.endswith("dense_4h_to_h"))
     with torch.no_grad():
@@ -140,8 +141,8 @@ def test_changed_codes_are_read_again(root):
     assert "g_idx': element 3: expected 0 to" in reason and reason.endswith("got 1000")
 
 
-def test_copies_and_hooks(root, caplog):
-    model = cf_ops.hf.speed_up(load_gptq(root, NAME))
+def test_copies_and_hooks(caplog):
+    model = cf_ops.hf.speed_up(load_gptq(NAME))
     expected = greedy(model, padded([6, 3]))
     copied = copy.deepcopy(model)
     assert torch.equal(greedy(copied, padded([6, 3])), expected) and cf_ops.hf.report(copied).share == 1
@@ -233,10 +234,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_models_that_are_refused(root, message):
+def test_models_that_are_refused(message):
     kind = REFUSED[message]
     is_class = isinstance(kind, type)
-    model = load_gptq(root, NAME, kind if is_class else QuantLinear)
+    model = load_gptq(NAME, kind if is_class else QuantLinear)
     if not is_class:
         kind(model)
     before, state = dict(model.__dict__), bits_of(model)
@@ -246,11 +247,11 @@ def test_models_that_are_refused(root, message):
     assert_same_bits(model, state)
 
 
-def test_a_model_that_changes_into_one_that_is_refused(root, caplog):
+def test_a_model_that_changes_into_one_that_is_refused(caplog):
     """A kernel that repacks takes the place of another: Hugging Face's path, and one line that says why."""
-    model, other = cf_ops.hf.speed_up(load_gptq(root, NAME)), load_gptq(root, NAME)
+    model, other = cf_ops.hf.speed_up(load_gptq(NAME)), load_gptq(NAME)
     assert cf_ops.hf.report(model).share == 1
-    repacking = load_gptq(root, NAME, Repacking).gpt_neox.layers[1].mlp.dense_h_to_4h
+    repacking = load_gptq(NAME, Repacking).gpt_neox.layers[1].mlp.dense_h_to_4h
     model.gpt_neox.layers[1].mlp.dense_h_to_4h = repacking
     with caplog.at_level(logging.WARNING, logger="cf_ops.hf"), torch.no_grad():
         for _ in range(2):

@@ -327,9 +327,9 @@ def test_what_a_gpu_is_asked_for(root, name, request):
 
 @pytest.mark.parametrize("name", ["neox-gptq-mixed", *(name for name in hf_gptq.CHECKPOINTS if "neox" not in name)])
 def test_a_gpu_is_given_dense_tensors_in_place_and_packs_the_others(root, name, request):
-    expected = all_outputs(cf_ops.hf.speed_up(hf_gptq.load_gptq(root, name)))
+    expected = all_outputs(cf_ops.hf.speed_up(hf_gptq.load_gptq(name)))
     taken = request.getfixturevalue("stand_in").taken
-    model = cf_ops.hf.speed_up(hf_gptq.load_gptq(root, name))
+    model = cf_ops.hf.speed_up(hf_gptq.load_gptq(name))
     assert all(torch.equal(a, b) for a, b in zip(all_outputs(model), expected, strict=True))
     report, backend = cf_ops.hf.report(model), model._cf_ops._loaded.backend
     dense = [at for key, (at, _, _) in taken[0].items() if key.rpartition(".")[2] not in hf_gptq.PARTS]

@@ -13,13 +13,16 @@ import threading
 import weakref
 from typing import Any
 
+import made_gptq
 import numpy as np
 import pytest
 from conftest import ROOT, read_safetensors
 
 import cf_ops
+import gptq  # in golden/tools, as families is
 from cf_ops import _core
 from cf_ops._text import TextStream
+from families import NAMES, join
 
 GOLDENS = sorted(p for p in (ROOT / "data" / "golden_model").glob("*.h5") if not p.name.startswith("pythia-"))
 ORACLE_BOUND = 1e-10  # relative L2 against Hugging Face's float64: what the C++ tests hold the oracle to
@@ -390,18 +393,21 @@ def test_tensors_in_memory_make_the_same_model(checkpoints: pathlib.Path, name: 
     assert all(np.array_equal(array, before[key]) for key, (array, _) in tensors.items())
 
 
-@pytest.mark.parametrize("name", ["neox-gptq-asym", "llama-gptq-desc-act", "stdlib-4m-gptq", "stdlib-llama-2m-gptq"])
-def test_a_quantised_model_makes_the_logits_of_its_dequantised_weights(checkpoints: pathlib.Path, name: str) -> None:
-    import gptq  # in golden/tools
-
-    config = json.loads((checkpoints / name / "config.json").read_text())
-    form = gptq.Format(config.pop("quantization_config"), name)
-    stored = read_safetensors(checkpoints / name / "model.safetensors")
-    dense = form.dense({key: array for key, (array, _) in stored.items()})
+@pytest.mark.parametrize(
+    "name",
+    ["neox-gptq-asym", "llama-gptq-desc-act", "stdlib-4m-gptq", "stdlib-llama-2m-gptq", *made_gptq.RECIPES],
+)
+def test_a_quantised_model_makes_the_logits_of_its_dequantised_weights(name: str) -> None:
+    directory = made_gptq.checkpoint(name)
+    config = json.loads((directory / "config.json").read_text())
+    names = NAMES[config["model_type"]]
+    form = gptq.Format(config.pop("quantization_config"), name, names.linears, names.transposed)
+    stored = read_safetensors(directory / "model.safetensors")
+    dense = join(names, form.dense({key: array for key, (array, _) in stored.items()}))
     arrays = {key: np.ascontiguousarray(array, np.float32) for key, array in dense.items()}
     ids, logits = list(range(3, 60)), []
     for weights in (
-        _core.Weights.open(str(checkpoints / name)),
+        _core.Weights.open(str(directory)),
         _core.Weights.from_tensors(json.dumps(config), described(arrays, "float32"), arrays),
     ):
         logits.append(_core.Runner(weights, capacity=64, activation="float64").forward(0, 0, ids, len(ids)))

@@ -110,8 +110,8 @@ def _check_own(args: argparse.Namespace, name: str, output: str) -> None:
             raise ValueError(f"{name}: expected a file of its own, got {output!r}, which is one of {option} {model}")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of every command that runs a model."""
+def add_model(parser: argparse.ArgumentParser, json: bool = True) -> None:
+    """Declares the arguments of every command that runs a model. json: whether it writes a report."""
     parser.add_argument(
         "--model",
         required=True,
@@ -137,7 +137,8 @@ def add_device(parser: argparse.ArgumentParser) -> None:
         "--activation", choices=["float32", "float64"], help="the CPU's; float32 when left out, float64 is the oracle"
     )
     parser.add_argument("--threads", type=integer(1, 1024), help="the CPU's threads; one a core when left out")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write everything as JSON")
+    if json:
+        parser.add_argument("--json", type=output_file, metavar="FILE", help="write everything as JSON")
 
 
 def device(text: str) -> str:

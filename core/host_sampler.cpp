@@ -1,11 +1,11 @@
-#include "cpu_ref/sample.hpp"
+#include "core/host_sampler.hpp"
 
 #include <algorithm>
 #include <string>
 
 #include "core/scores.hpp"
 
-namespace cf::cpu_ref {
+namespace cf {
 namespace {
 
 struct Token {
@@ -100,4 +100,4 @@ Result<std::vector<TokenProbability>> kept_tokens(std::span<const double> logits
   return probabilities(logits, settings, history);
 }
 
-}  // namespace cf::cpu_ref
+}  // namespace cf
