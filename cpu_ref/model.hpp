@@ -28,10 +28,14 @@ class Model final : public ModelRunner {
     std::int64_t capacity = 2048;   // cache entries of a slot
     std::int64_t chunk = 512;       // tokens that a prefill takes through the model at once
     DType activation = DType::f32;  // or f64
+    /// Of float32: whether a token's bits are the same whatever else is in its step, which they are not where a product
+    /// of more than 8 tokens has another order of sums. A step's runs then go through the model together.
+    bool invariant = false;
   };
 
   /// Takes memory for cache and activations; `owner` keeps the weights' memory. Refuses weights that
-  /// check_model_weights() refuses, sizes below 1, another activation dtype, and what check_memory() refuses.
+  /// check_model_weights() refuses, sizes below 1, another activation dtype, `invariant` with float64, and what
+  /// check_memory() refuses.
   static Result<std::unique_ptr<Model>> create(const ModelSpec& model, ModelWeights weights,
                                                std::shared_ptr<const void> owner, const Options& options);
   /// What create() takes for these options.
@@ -49,6 +53,7 @@ class Model final : public ModelRunner {
   /// A prompt's run goes through the model by itself, `chunk` tokens at a time; those that decode go through it
   /// together. A slot without a run is idle then: its cache keeps its bits, and its row of what a site makes has no
   /// meaning.
+  /// With `invariant` all runs go through it together, `chunk` tokens at a time, and no row is idle.
   Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
   /// The rows of logits are scored by the threads that made them.
   Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
@@ -56,6 +61,9 @@ class Model final : public ModelRunner {
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override { lengths_.set(slot, 0); }
+  /// With `invariant` as many tokens as go through the model at once; else whole prompts, because a row's bits depend on
+  /// how its prompt is divided.
+  std::int64_t preferred_step_tokens() const override { return options_.invariant ? most_tokens() : 0; }
   void watch(Visit visit) override { visit_ = std::move(visit); }
   void check_between(Check check) override { check_ = std::move(check); }
   Status fetch(const SiteTensor& tensor, void* to) override;
@@ -73,12 +81,19 @@ class Model final : public ModelRunner {
   /// them.
   template <class F>
   static void for_each_tensor(const ModelSpec& model, const Options& options, F&& f);
-  /// Takes `ids` through the model, for the slots from `slot` on, each with as many tokens; the logits are those of the
-  /// last rows. `kv_len` is each slot's, with the new tokens, or kIdleLength.
-  Status pass(std::int64_t slot, std::span<const std::int32_t> ids, std::span<const std::int32_t> kv_len,
-              AnyView<2> logits, const Visit& visit);
-  Status read(const StepPart& prompt, bool own);
-  Status decode(std::span<const StepPart> parts);
+  /// A part of a run that goes through the model at once.
+  struct Piece {
+    Run run{};
+    std::span<const std::int32_t> ids{};
+    AnyView<2> rows{};     // where the logits of its last tokens go
+    bool own = false;      // whether its last token's logits become its slot's own
+    bool is_idle = false;  // a row in its place, for a slot without a run
+  };
+  /// The tokens that go through the model at once, at most.
+  std::int64_t most_tokens() const;
+  /// Divides a step into what goes through the model together.
+  std::vector<std::vector<Piece>> passes_of(std::span<const StepPart> parts, bool own) const;
+  Status pass(std::span<const Piece> pieces, const Visit& visit);
   /// Goes through a slot's last step again, and names the first site that makes a NaN.
   std::string first_nan(std::int64_t slot);
 

@@ -15,13 +15,14 @@ from cf_ops._core import CfError
 from cf_ops._device import cuda_available
 from cf_ops._memorize import Memorized, memorize
 from cf_ops._sweep import Sweep, pythia_steps, surprisal, sweep
-from cf_ops.model import Generated, Generation, GenerationInterrupted, Model, Perplexity, Scored, load
+from cf_ops.model import AsyncGeneration, Generated, Generation, GenerationInterrupted, Model, Perplexity, Scored, load
 
 __version__ = _core.version()
 CfError.__module__ = __name__
 
 __all__ = [
     "Activations",
+    "AsyncGeneration",
     "CfError",
     "Generated",
     "Generation",

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from cf_ops import _core, _safetensors
 from cf_ops._arguments import dtype_name, integer, is_one, kind_of, path_of
 from cf_ops._arguments import text as text_of
+from cf_ops._generation import Prompt
 from cf_ops._progress import Progress
 from cf_ops._results import check_same, read_json, replacing, write_json
 from cf_ops._tap_names import Source, layers_of, resolve, sources
-from cf_ops.model import _CHUNK, Model, Prompt
+from cf_ops.model import _CHUNK, Model
 
 __all__ = ["Activations", "activations"]
 

@@ -16,7 +16,8 @@ from cf_ops._arguments import integer, is_one, kind_of, row_of_ids
 from cf_ops._progress import Progress
 
 if TYPE_CHECKING:
-    from cf_ops.model import Model, Prompt
+    from cf_ops._generation import Prompt
+    from cf_ops.model import Model
 
 # How many ids of a prompt a step reads, and how many rows of logits it makes. The CPU reads longer pieces no faster: a
 # prompt of 512 ids goes through Pythia-160M at 238 ids/s in pieces of 64, at 269 of 128, 273 of 256, 265 of 512.
