@@ -100,7 +100,7 @@ def score(
         _scorer(model, slots, max(len(prompt) for prompt in ids) - 1) as scorer,
         Progress("" if quiet else f"scoring {len(ids)} prompts") as progress,
     ):
-        made = _scores(scorer, list(zip(ids, firsts)), _piece(model), top, _nothing if quiet else progress.set)
+        made = _scores(scorer, list(zip(ids, firsts)), piece_of(model), top, _nothing if quiet else progress.set)
     return [Scored(prompt, at, *arrays) for prompt, at, arrays in zip(ids, firsts, made)]
 
 
@@ -127,7 +127,7 @@ def surprisal(model: Model, ids: Prompt, context: int = 2048, stride: int | None
         for begin in range(0, len(windows), at_once):
             some = windows[begin : begin + at_once]
             prompts = [(row[w.first : w.last], w.scored - w.first) for w in some]
-            scores = _scores(scorer, prompts, _piece(model), 0, lambda done, _: progress.set(read + done, total))
+            scores = _scores(scorer, prompts, piece_of(model), 0, lambda done, _: progress.set(read + done, total))
             for window, (log_probs, _, _, _, error) in zip(some, scores):
                 if error is not None:
                     raise ValueError(f"ids {window.first} to {window.last - 1}: {error}")
@@ -180,7 +180,8 @@ def _firsts(first: int | Iterable[int], count: int) -> list[int]:
     return firsts
 
 
-def _piece(model: Model) -> int:
+def piece_of(model: Model) -> int:
+    """The ids of a prompt that a step reads, which prompts share as a whole or not at all."""
     return _PIECE[model.device.partition(":")[0]]
 
 

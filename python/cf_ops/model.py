@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
-import numpy as np
 from numpy.typing import NDArray
 
 from cf_ops import _core, _score
