@@ -417,6 +417,7 @@ def load(
     activation: str | None = None,
     dtype: object = None,
     revision: str | None = None,
+    layers: int | None = None,
     slots: int | None = None,
     capacity: int | None = None,
     impl: str = "auto",
@@ -432,6 +433,9 @@ def load(
     revision: a branch, tag or commit of the Hugging Face hub. Where it is given, path_or_preset is a name of the hub,
     such as "EleutherAI/pythia-70m", and the package huggingface_hub downloads what its cache does not have. Without it
     nothing is ever downloaded.
+
+    layers: how many of the first layers the model has, all where it is None. The last norm and the head follow them, so
+    that its logits are the logit lens of that layer.
 
     Where the config of Mistral, Qwen2 or Qwen3 has a sliding_window, a sequence may have so many positions: within it every key is
     seen. :attr:`Model.notes` says what of the config does not count and which weights were cast.
@@ -475,6 +479,8 @@ def load(
     path = find_model(path, revision)
     shown = None if progress is None else flag("progress", progress)
     weights, eos_token_ids = open_weights(path, dtype, for_gpu=index is not None, progress=shown)
+    if layers is not None:
+        weights = weights.first_layers(integer("layers", layers))
     if index is None:
         return Model(weights, path, activation or "float32", eos_token_ids)
     model = on_device(weights, path, eos_token_ids, index, **sizes, impl=impl)
