@@ -24,8 +24,8 @@ def sources(config: Mapping[str, Any], library: Iterable[str], is_cut: bool = Fa
 
     is_cut: whether layers behind the model's last were left out. The last hidden state is then that layer's output, as
     it is in the whole model, and not the last norm's. library: the library's own names, which are taken too. Hugging Face's are "hidden_states.0" and on, as
-    output_hidden_states gives them, and the modules' own, such as "gpt_neox.layers.3.mlp". TransformerLens's are those
-    of a model of from_pretrained_no_processing(), such as "blocks.3.hook_resid_pre"; hook_resid_mid is of models with a
+    output_hidden_states gives them, and the modules' own, such as "gpt_neox.layers.3.mlp". TransformerLens's are its
+    hooks of weights that it has not processed, such as "blocks.3.hook_resid_pre"; hook_resid_mid is of models with a
     sequential residual alone, as there.
     """
     layers, family = layers_of(config), _family_of(config)
