@@ -226,8 +226,11 @@ class Session:
         self._decoder = model.decoder(max(1, self.slots), max(1, self.capacity))
         # Every prompt is checked before the first one is read.
         try:
+            first: int | None = None  # the decoder's number of the first sample of a prompt
             for index in sequences:
-                self._index_of[self._add(index)] = index
+                sequence = self._add(index, first if index % samples else None)
+                self._index_of[sequence] = index
+                first = sequence if index % samples == 0 else first
         except BaseException:
             self._decoder.close()
             raise
@@ -276,7 +279,7 @@ class Session:
         """The ids that a sequence's text is decoded behind: behind its prompt, some ids begin with a space."""
         return self.results[index].prompt if self.settings.echo else []
 
-    def _add(self, index: int) -> int:
+    def _add(self, index: int, same_prompt: int | None) -> int:
         s = self.settings
         prompt, sample = divmod(index, self._samples)
         assert s.logit_bias is not None
@@ -298,6 +301,7 @@ class Session:
                 max_new_tokens=s.max_new_tokens,
                 min_new_tokens=s.min_new_tokens,
                 logprobs=s.logprobs,
+                same_prompt=same_prompt,
             )
         except ValueError as error:
             raise ValueError(f"prompt {prompt}: {error}" if len(self._prompt_ids) > 1 else str(error)) from None
