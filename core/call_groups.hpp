@@ -27,10 +27,12 @@ View<V, Rank> part_of(View<V, Rank> view, std::int64_t first, std::int64_t count
 }
 
 /// The part of an op's call that is a group's: its rows of the tensors that have a row for each token, and its
-/// sequences of the caches and of kv_len. Every sequence of the part has as many rows.
+/// sequences of the caches and of kv_len. Every sequence of the part has as many rows. An op whose tensors lie
+/// otherwise has a part_of() of its own.
 template <class Args>
 Args part_of(const Args& args, const RowGroup& group) {
   using Op = typename Args::Op;
+  if constexpr (requires { Op::part_of(args, group); }) return Op::part_of(args, group);
   Args part = args;
   Op::tensors(Op::dims(args), part, [&]<class V>(const TensorSpec& t, V& view, const auto&) {
     if (t.role == Role::length) {

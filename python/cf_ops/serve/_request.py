@@ -60,7 +60,8 @@ def read_request(request: Mapping[str, Any], capacity: int) -> Asked:
         most = room
     elif most > room:
         raise Refused(
-            f"max_tokens: expected at most {room} beside a prompt of {len(prompt)} ids in {capacity} entries, got {most}"
+            f"max_tokens: expected at most {room} beside a prompt of {len(prompt)} ids in {capacity} entries, got "
+            f"{most}"
         )
     stop_ids = sorted(
         {
