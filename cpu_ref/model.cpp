@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/cache_tensors.hpp"
+#include "core/model/score.hpp"
 #include "core/model/taps.hpp"
 #include "core/ops/rope.hpp"
 #include "core/resources.hpp"
@@ -330,6 +331,14 @@ Status Model::check_streams(std::span<const Run> runs) const {
                      ", whose window the stream still has, got " + std::to_string(r.first_position));
   }
   return {};
+}
+
+Result<std::vector<RowScore>> Model::score(std::span<const Run> runs, std::span<const std::int32_t> ids,
+                                           const ScoreRequest& request) {
+  const Checks checks(check_);
+  return score_on_host(*this, runs, ids, request, [](std::int64_t rows, const std::function<void(std::int64_t)>& f) {
+    return parallel_for(rows, f);
+  });
 }
 
 std::string Model::first_nan(std::int64_t slot) {

@@ -31,8 +31,8 @@ class Model final : public ModelRunner {
     /// Of float32: whether a token's bits are the same whatever else is in its step, which they are not where a product
     /// of more than 8 tokens has another order of sums. A step's runs then go through the model together.
     bool invariant = false;
-    /// With a window each slot is a stream without a bound. A token sees the newest `window` tokens, its own among them,
-    /// and the first `sinks` of its slot; positions are those inside the cache (StreamingLLM, Xiao et al. 2023,
+    /// With a window each slot is a stream without a bound. A token sees the newest `window` tokens, its own among
+    /// them, and the first `sinks` of its slot; positions are those inside the cache (StreamingLLM, Xiao et al. 2023,
     /// arXiv:2309.17453, whose recent size is window - 1). The capacity is then what such a cache needs.
     std::int64_t window = 0, sinks = 0;
 
@@ -63,6 +63,9 @@ class Model final : public ModelRunner {
   /// With `invariant` all runs go through it together, `chunk` tokens at a time, and no row is idle.
   /// A stream can go back as far as its cache still has what the token there saw: Code::invalid_argument beyond that.
   Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
+  /// The rows of logits are scored by the threads that made them.
+  Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
+                                      const ScoreRequest& request) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override { lengths_.set(slot, 0); }
