@@ -5,12 +5,14 @@
 #include <type_traits>
 #include <utility>
 
-#include "core/cache_view.hpp"
+#include "core/cache_tensors.hpp"
+#include "core/model/score.hpp"
 #include "core/model/taps.hpp"
 #include "core/ops/rope.hpp"
 #include "core/resources.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/ops/chain.hpp"
+#include "cpu_ref/ops/invariant.hpp"
 #include "cpu_ref/ops/parallel.hpp"
 #include "cpu_ref/sample.hpp"
 
@@ -22,23 +24,51 @@ Status refused(std::string what) { return Status::error(Code::invalid_argument, 
 /// Whether a tensor is among the activations of the walk that are made for each call and kept by no one.
 bool is_made(const TensorSpec& spec) { return spec.role == Role::output && spec.name != "output"; }
 
-/// Row `row` of a matrix.
-AnyView<2> row_of(Tensor& matrix, std::int64_t row, std::int64_t rows = 1) {
-  AnyView<2> v = matrix.view<2>();
-  v.data = static_cast<char*>(v.data) + row * v.shape[1] * std::int64_t(size_bytes(v.dtype));
-  v.shape[0] = rows;
-  return v;
+/// The options with the capacity that streams need: the tokens that go through the model at once must leave what the
+/// first of them sees.
+Model::Options with_capacity(Model::Options o) {
+  if (o.window > 0) o.capacity = stream_entries(o.stream(), std::max(o.chunk, o.slots));
+  return o;
+}
+
+/// Refuses streams of a model for which they have no meaning.
+Status check_stream(const ModelSpec& m, const KeyWindow& stream) {
+  CF_TRY(check_window("model", stream));
+  if (!stream) return {};
+  if (m.traits.positions == Positions::learned || m.shape.rotary_dim == 0)
+    return refused("window, sinks: expected a model with RoPE, got one without");
+  if (m.traits.window > 0 && stream.keys + stream.sinks > m.traits.window)
+    return refused("window, sinks: expected at most the config's sliding_window " + std::to_string(m.traits.window) +
+                   " in all, got " + std::to_string(stream.keys + stream.sinks));
+  return {};
+}
+
+/// What ops are told of a slot's length.
+std::int32_t kv_len_of(std::int64_t length, const Model::Options& o) {
+  return o.window > 0 ? stream_length(length, o.capacity, o.sinks) : std::int32_t(length);
+}
+
+/// Rows [first, first + count) of a matrix.
+AnyView<2> rows_of(AnyView<2> matrix, std::int64_t first, std::int64_t count = 1) {
+  matrix.data = static_cast<char*>(matrix.data) + first * matrix.shape[1] * std::int64_t(size_bytes(matrix.dtype));
+  matrix.shape[0] = count;
+  return matrix;
 }
 
 }  // namespace
 
 Result<std::unique_ptr<Model>> Model::create(const ModelSpec& model, ModelWeights weights,
-                                             std::shared_ptr<const void> owner, const Options& o) {
+                                             std::shared_ptr<const void> owner, const Options& options) {
   CF_TRY(check_model_weights(model, weights));
   constexpr std::int64_t most = std::int64_t(1) << 31;
-  CF_TRY(check_sizes({{"slots", o.slots, most}, {"capacity", o.capacity, most - 1}, {"chunk", o.chunk, most}}));
+  CF_TRY(check_sizes({{"slots", options.slots, most}, {"chunk", options.chunk, most}}));
+  CF_TRY(check_stream(model, options.stream()));
+  const Options o = with_capacity(options);
+  CF_TRY(check_sizes({{"capacity", o.capacity, most - 1}}));
   if (o.activation != DType::f32 && o.activation != DType::f64)
     return refused("expected activations of float32 or float64, got " + std::string(to_string(o.activation)));
+  if (o.invariant && o.activation != DType::f32)
+    return refused("invariant: expected activations of float32, got " + std::string(to_string(o.activation)));
   CF_TRY(check_memory("model", model, o));
   return std::unique_ptr<Model>(new Model(model, std::move(weights), std::move(owner), o));
 }
@@ -52,7 +82,7 @@ void Model::for_each_tensor(const ModelSpec& m, const Options& o, F&& f) {
       f(caches, o.activation, Shape{o.slots, s.num_kv_heads, o.capacity, s.head_dim});
   LayerTensors views;
   for_each_activation(
-      s, {.batch = tokens},
+      s, {.batch = tokens, .sinks = o.sinks > 0},
       [&](const TensorSpec& spec, auto&, const auto& shape) {
         if (is_made(spec)) f(&Model::activations_, o.activation, Shape(shape.begin(), shape.end()));
       },
@@ -60,10 +90,12 @@ void Model::for_each_tensor(const ModelSpec& m, const Options& o, F&& f) {
   for (int i = 0; i < 2; ++i) f(&Model::hidden_, o.activation, Shape{tokens, s.hidden_size});
   f(&Model::final_norm_, o.activation, Shape{tokens, s.hidden_size});
   for (auto logits : {&Model::logits_, &Model::step_logits_}) f(logits, o.activation, Shape{o.slots, s.vocab_size});
-  for (auto table : {&Model::cos_, &Model::sin_}) f(table, DType::f32, Shape{o.capacity, s.rotary_dim / 2});
+  const std::int64_t table_rows = o.window > 0 ? 2 * tokens : o.capacity;
+  for (auto table : {&Model::cos_, &Model::sin_}) f(table, DType::f32, Shape{table_rows, s.rotary_dim / 2});
 }
 
-ModelBytes Model::bytes(const ModelSpec& m, const Options& o) {
+ModelBytes Model::bytes(const ModelSpec& m, const Options& options) {
+  const Options o = with_capacity(options);
   ModelBytes b;
   for_each_tensor(m, o, [&]<class Member>(Member member, DType dtype, const Shape& shape) {
     double bytes = double(size_bytes(dtype));
@@ -76,7 +108,9 @@ ModelBytes Model::bytes(const ModelSpec& m, const Options& o) {
   return b;
 }
 
-Status Model::check_memory(const std::string& name, const ModelSpec& m, const Options& o) {
+Status Model::check_memory(const std::string& name, const ModelSpec& m, const Options& options) {
+  CF_TRY(check_stream(m, options.stream()));
+  const Options o = with_capacity(options);
   const ModelBytes b = bytes(m, o);
   return check_free_memory(b.cache + b.workspace, name + ": " + std::to_string(o.slots) + " slots of " +
                                                       std::to_string(o.capacity) + " entries need " +
@@ -89,7 +123,7 @@ Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const
       options_(o),
       weights_(std::move(weights)),
       owner_(std::move(owner)),
-      lengths_(o.slots, model, o.capacity),
+      lengths_(o.slots, o.capacity, limit_of(model, o)),
       last_ids_(std::size_t(o.slots)) {
   for_each_tensor(spec_, o, [&]<class Member>(Member member, DType dtype, const Shape& shape) {
     if constexpr (std::is_same_v<Member, Tensor Model::*>)
@@ -97,11 +131,19 @@ Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const
     else
       (this->*member).emplace_back(dtype, shape);
   });
-  ops::rope_table({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape},
-                  spec_.traits.rope_theta, spec_.traits.rope_scaling);
+  if (!o.stream())
+    ops::rope_table({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape},
+                    spec_.traits.rope_theta, spec_.traits.rope_scaling);
+}
+
+EntryLimit Model::limit_of(const ModelSpec& model, const Options& o) {
+  if (o.stream()) return {std::int64_t(1) << 62, "the largest number of a position"};
+  return entry_limit(model, o.capacity, true);
 }
 
 Status Model::set_rope_table(View<const float, 2> cos, View<const float, 2> sin) {
+  if (options_.stream())
+    return refused("RoPE table: expected none for streams, whose positions have no bound, got one");
   const std::array<std::int64_t, 2> own = cos_.view<2>().shape;
   if (cos.shape != sin.shape || cos.shape[1] != own[1] || cos.shape[0] > capacity())
     return refused("RoPE table: expected up to " + std::to_string(capacity()) + " rows of " + std::to_string(own[1]) +
@@ -112,120 +154,204 @@ Status Model::set_rope_table(View<const float, 2> cos, View<const float, 2> sin)
   return {};
 }
 
-Status Model::pass(std::int64_t slot, std::span<const std::int32_t> ids, std::span<const std::int32_t> kv_len,
-                   AnyView<2> logits, const Visit& visit) {
+std::int64_t Model::most_tokens() const { return hidden_[0].shape()[0]; }
+
+std::vector<std::vector<Model::Piece>> Model::passes_of(std::span<const StepPart> parts, bool own) const {
+  std::vector<std::vector<Piece>> passes;
+  std::vector<Piece> decoding;
+  std::int64_t room = 0;  // of the last pass
+  for (const StepPart& part : parts) {
+    const auto& [sequence, first_position, count] = part.run;
+    if (part.decodes && !options_.invariant) {
+      // Every slot has a row, so that what a row is given does not depend on the number of runs.
+      for (std::int64_t slot = std::int64_t(decoding.size()); slot < slots(); ++slot)
+        decoding.push_back({.run = {.sequence = slot}, .is_idle = true});
+      decoding[std::size_t(sequence)] = {.run = part.run, .ids = part.ids, .rows = part.rows, .own = true};
+      continue;
+    }
+    const std::int64_t first_row = count - part.rows.shape[0];
+    for (std::int64_t first = 0, n; first < count; first += n) {
+      if (room == 0) {
+        passes.emplace_back();
+        room = options_.invariant ? most_tokens() : options_.chunk;
+      }
+      n = std::min(count - first, room);
+      // The piece's tokens that are among the run's last rows.
+      const std::int64_t begin = std::max(first, first_row), rows = std::max<std::int64_t>(0, first + n - begin);
+      passes.back().push_back({.run = {sequence, first_position + first, n},
+                               .ids = part.ids.subspan(std::size_t(first), std::size_t(n)),
+                               .rows = rows > 0 ? rows_of(part.rows, begin - first_row, rows) : AnyView<2>(),
+                               .own = own && first + n == count});
+      room = options_.invariant ? room - n : 0;
+    }
+  }
+  if (!decoding.empty()) passes.push_back(std::move(decoding));
+  return passes;
+}
+
+Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
   const ModelShape& s = spec_.shape;
-  const auto batch = std::int64_t(kv_len.size()), tokens = std::int64_t(ids.size()), q_len = tokens / batch;
-  std::vector<std::int32_t> positions;
-  for (std::int32_t n : kv_len)
-    for (std::int64_t i = 0; i < q_len; ++i)
-      positions.push_back(n == kIdleLength ? 0 : std::int32_t(n - q_len + i));  // an idle row needs some valid position
+  std::vector<RowRun> table;
+  const KeyWindow stream = options_.stream();
+  std::vector<std::int32_t> ids, positions, sink_positions, kv_len(std::size_t(slots()), kIdleLength);
+  std::vector<std::int64_t> row_positions;
+  std::int64_t q_len = 0, max_kv_len = 0;
+  for (const Piece& p : pieces) {
+    table.push_back({.sequence = p.run.sequence, .first_row = std::int64_t(ids.size()), .count = p.run.count});
+    q_len = std::max(q_len, p.run.count);
+    if (p.is_idle) {
+      ids.push_back(0);
+      row_positions.push_back(0);
+      continue;
+    }
+    ids.insert(ids.end(), p.ids.begin(), p.ids.end());
+    for (std::int64_t i = 0; i < p.run.count; ++i) row_positions.push_back(p.run.first_position + i);
+    const std::int32_t length = kv_len_of(p.run.first_position + p.run.count, options_);
+    kv_len[std::size_t(p.run.sequence)] = length;
+    max_kv_len = std::max<std::int64_t>(max_kv_len, length);
+  }
+  const auto tokens = std::int64_t(ids.size());
+  if (stream) {
+    // A row of the table for each token, and one for the place that its query has in the cache, which the sinks see.
+    for (std::int64_t i = 0; i < tokens; ++i) {
+      positions.push_back(std::int32_t(i));
+      sink_positions.push_back(std::int32_t(tokens + i));
+      row_positions.push_back(std::min(row_positions[std::size_t(i)], stream.sinks + stream.keys - 1));
+    }
+    ops::rope_rows({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape}, row_positions,
+                   spec_.traits.rope_theta, spec_.traits.rope_scaling);
+  } else {
+    positions.assign(row_positions.begin(), row_positions.end());
+  }
 
   ModelTensors t;
   t.ids = {ids.data(), {tokens}};
-  for (std::size_t i = 0; i < 2; ++i) t.hidden[i] = row_of(hidden_[i], 0, tokens);
+  for (std::size_t i = 0; i < 2; ++i) t.hidden[i] = rows_of(hidden_[i].view<2>(), 0, tokens);
   std::size_t next = 0;
   for_each_activation(
-      s, {.batch = batch, .q_len = q_len, .table_rows = capacity(), .capacity = capacity()},
+      s,
+      {.batch = slots(),
+       .q_len = q_len,
+       .table_rows = cos_.view<2>().shape[0],
+       .capacity = capacity(),
+       .mixed = tokens,
+       .sinks = stream.sinks > 0},
       [&](const TensorSpec& spec, auto& view, auto shape) {
         if (is_made(spec)) point(view, activations_[next++].data(), shape, options_.activation);
       },
       t.layer);
   t.layer.positions = {positions.data(), {tokens}};
-  t.layer.kv_len = {kv_len.data(), {batch}};
+  t.layer.kv_len = {kv_len.data(), {slots()}};
+  t.layer.stream = stream;
+  if (stream.sinks > 0) t.layer.sink_positions = {sink_positions.data(), {tokens}};
   if (s.rotary_dim > 0) {
     t.layer.cos = {cos_.as<float>(), cos_.view<2>().shape};
     t.layer.sin = {sin_.as<float>(), sin_.view<2>().shape};
   }
-  t.layer.max_kv_len = *std::max_element(kv_len.begin(), kv_len.end());
+  t.layer.max_kv_len = max_kv_len;
+  t.layer.runs = table;
   std::vector<LayerCache> caches;
-  for (std::size_t i = 0; i < k_caches_.size(); ++i)
-    caches.push_back({cache_of(k_caches_[i].view<4>(), slot, batch), cache_of(v_caches_[i].view<4>(), slot, batch)});
+  for (std::size_t i = 0; i < k_caches_.size(); ++i) caches.push_back({k_caches_[i].view<4>(), v_caches_[i].view<4>()});
   t.caches = caches;
-  t.logits = logits;
-  t.final_norm = row_of(final_norm_, 0, logits.shape[0]);
   const Checks checks(check_);
-  CF_TRY(for_each_model_site(spec_, weights_, t, [&](const ModelSite& site, const auto& args) -> Status {
+  const Invariant invariant(options_.invariant);
+  const auto run_site = [&](const ModelSite& site, const auto& args) -> Status {
     if (const Status status = cpu_ref::run(args); !status) {
       if (check_) CF_TRY(check_());  // what it says is not the site's fault
       return Status::error(status.code(), site.name() + ": " + status.message());
     }
     if (condition_) CF_TRY(add_part(args, *condition_));
     return visit ? visit(site, tensors_of(args)) : Status{};
-  }));
-  return check_ ? check_() : Status();
+  };
+  CF_TRY(for_each_model_site(spec_, weights_, t, run_site));
+
+  // The head: of the last rows of a piece for whoever asks for them, and of the last row of every other piece that makes
+  // its slot's logits. These rows are put together.
+  const std::size_t last_layer = weights_.layers.size() % 2;
+  const AnyView<2> made = t.hidden[last_layer], together = hidden_[1 - last_layer].view<2>();
+  const auto copy = [](const AnyView<2>& from, const AnyView<2>& to) {
+    std::memcpy(to.data, from.data, std::size_t(from.bytes()));
+  };
+  const auto head = [&](const AnyView<2>& hidden, const AnyView<2>& logits) {
+    return for_each_head_site(spec_, weights_, hidden, rows_of(final_norm_.view<2>(), 0, hidden.shape[0]), logits,
+                              run_site);
+  };
+  std::vector<const Piece*> with_own;
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    const Piece& p = pieces[i];
+    const std::int64_t end = table[i].first_row + table[i].count, rows = p.rows.shape[0];
+    if (rows > 1 || (rows == 1 && !p.own)) {
+      CF_TRY(head(rows_of(made, end - rows, rows), p.rows));
+      if (p.own) copy(rows_of(p.rows, rows - 1), rows_of(logits_.view<2>(), p.run.sequence));
+    } else if (p.own || p.is_idle) {
+      copy(rows_of(made, end - 1), rows_of(together, std::int64_t(with_own.size())));
+      with_own.push_back(&p);
+    }
+  }
+  if (const auto n = std::int64_t(with_own.size()); n > 0) {
+    const AnyView<2> logits = rows_of(step_logits_.view<2>(), 0, n);
+    CF_TRY(head(rows_of(together, 0, n), logits));
+    for (std::int64_t i = 0; i < n; ++i) {
+      const Piece& p = *with_own[std::size_t(i)];
+      if (p.is_idle) continue;
+      copy(rows_of(logits, i), rows_of(logits_.view<2>(), p.run.sequence));
+      if (p.rows.shape[0] > 0) copy(rows_of(logits, i), p.rows);
+    }
+  }
+  if (check_) CF_TRY(check_());
+  return {};
 }
 
 Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) {
   CF_TRY(check_step(*this, lengths_, runs, ids, logits));
+  CF_TRY(check_streams(runs));
   if (logits.stream)
     return Status::error(Code::unimplemented, "model: logits: expected memory of the host, got a device's");
-  std::vector<StepPart> decoding;
-  for (const StepPart& part : parts_of(runs, ids, logits)) {
-    if (part.decodes)
-      decoding.push_back(part);
-    else
-      CF_TRY(read(part, logits.own));
+  for (const std::vector<Piece>& pieces : passes_of(parts_of(runs, ids, logits), logits.own)) {
+    CF_TRY(pass(pieces, visit_));
+    for (const Piece& p : pieces) {
+      if (p.is_idle) continue;
+      lengths_.set(p.run.sequence, p.run.first_position + p.run.count);
+      last_ids_[std::size_t(p.run.sequence)] = p.ids.back();
+    }
   }
-  return decode(decoding);
-}
-
-Status Model::read(const StepPart& prompt, bool own) {
-  const std::int64_t slot = prompt.run.sequence;
-  const AnyView<2> own_row = row_of(logits_, slot), logits = own && prompt.rows.shape[0] == 0 ? own_row : prompt.rows;
-  std::span<const std::int32_t> ids = prompt.ids;
-  std::int64_t first = prompt.run.first_position, rows_left = logits.shape[0];
-  while (!ids.empty()) {
-    const std::span<const std::int32_t> chunk = ids.first(std::min(ids.size(), std::size_t(options_.chunk)));
-    ids = ids.subspan(chunk.size());
-    const auto kv_len = std::int32_t(first + std::int64_t(chunk.size()));
-    // The chunk's tokens that are among the last rows of the call.
-    AnyView<2> rows = logits;
-    rows.data = static_cast<char*>(logits.data) +
-                (logits.shape[0] - rows_left) * logits.shape[1] * std::int64_t(size_bytes(logits.dtype));
-    rows.shape[0] = std::max<std::int64_t>(0, rows_left - std::int64_t(ids.size()));
-    rows_left -= rows.shape[0];
-    CF_TRY(pass(slot, chunk, std::span(&kv_len, 1), rows, visit_));
-    lengths_.set(slot, kv_len);
-    first = kv_len;
-    last_ids_[std::size_t(slot)] = chunk.back();
-  }
-  if (own && logits.data != own_row.data)
-    std::memcpy(own_row.data, static_cast<char*>(logits.data) + logits.bytes() - own_row.bytes(),
-                std::size_t(own_row.bytes()));
   return {};
 }
 
-Status Model::decode(std::span<const StepPart> parts) {
-  if (parts.empty()) return {};
-  // Every slot has a row, so that what a row is given does not depend on the number of runs; the rest are idle.
-  const auto rows = static_cast<std::size_t>(slots());
-  std::vector<std::int32_t> ids(rows), kv_len(rows, kIdleLength);
-  for (const StepPart& p : parts) {
-    ids[std::size_t(p.run.sequence)] = p.ids[0];
-    kv_len[std::size_t(p.run.sequence)] = std::int32_t(p.run.first_position + 1);
-  }
-  CF_TRY(pass(0, ids, kv_len, step_logits_.view<2>(), visit_));
-  for (const StepPart& p : parts) {
-    const std::int64_t slot = p.run.sequence;
-    lengths_.set(slot, p.run.first_position + 1);
-    last_ids_[std::size_t(slot)] = p.ids[0];
-    const AnyView<2> from = row_of(step_logits_, slot), to = row_of(logits_, slot);
-    std::memcpy(to.data, from.data, std::size_t(from.bytes()));
-    if (p.rows.shape[0] > 0) std::memcpy(p.rows.data, from.data, std::size_t(from.bytes()));
+Status Model::check_streams(std::span<const Run> runs) const {
+  const KeyWindow stream = options_.stream();
+  if (!stream) return {};
+  for (const Run& r : runs) {
+    // The oldest key behind the sinks that the first token sees beside its own.
+    const std::int64_t oldest = stream.first(r.first_position + 1);
+    const std::int64_t kept = length(r.sequence) - (capacity() - stream.sinks);
+    if (oldest < r.first_position && oldest < kept)
+      return refused("slot " + std::to_string(r.sequence) + ": expected a first position of 0 or of " +
+                     std::to_string(kept + stream.keys - 1) + " to " + std::to_string(length(r.sequence)) +
+                     ", whose window the stream still has, got " + std::to_string(r.first_position));
   }
   return {};
+}
+
+Result<std::vector<RowScore>> Model::score(std::span<const Run> runs, std::span<const std::int32_t> ids,
+                                           const ScoreRequest& request) {
+  const Checks checks(check_);
+  return score_on_host(*this, runs, ids, request, [](std::int64_t rows, const std::function<void(std::int64_t)>& f) {
+    return parallel_for(rows, f);
+  });
 }
 
 std::string Model::first_nan(std::int64_t slot) {
   std::string found;
-  const std::int32_t id = last_ids_[std::size_t(slot)], kv_len = std::int32_t(length(slot));
-  const Status ended = pass(slot, std::span(&id, 1), std::span(&kv_len, 1), row_of(logits_, slot),
-                            [&](const ModelSite& site, std::span<const SiteTensor> tensors) -> Status {
-                              for (const SiteTensor& t : tensors)
-                                if (found.empty() && t.role == Role::output && has_nan(t)) found = site.name();
-                              return {};
-                            });
+  const Piece last{.run = {.sequence = slot, .first_position = length(slot) - 1},
+                   .ids = std::span(&last_ids_[std::size_t(slot)], 1),
+                   .own = true};
+  const Status ended =
+      pass(std::span(&last, 1), [&](const ModelSite& site, std::span<const SiteTensor> tensors) -> Status {
+        for (const SiteTensor& t : tensors)
+          if (found.empty() && t.role == Role::output && has_nan(t)) found = site.name();
+        return {};
+      });
   return ended ? found : "";
 }
 
@@ -235,7 +361,7 @@ std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
     const auto choose_from = [&](auto* row) {
       return sample(std::span(row, std::size_t(spec_.shape.vocab_size)), d.sampling, d.history, d.sequence, d.position);
     };
-    const AnyView<2> row = row_of(logits_, d.slot);
+    const AnyView<2> row = rows_of(logits_.view<2>(), d.slot);
     Result<std::int32_t> id = options_.activation == DType::f64 ? choose_from(row.as<const double>().data)
                                                                 : choose_from(row.as<const float>().data);
     if (!id)
@@ -255,7 +381,7 @@ Status Model::fetch(const SiteTensor& tensor, void* to) {
 Result<Tensor> Model::logits(std::int64_t slot) {
   CF_TRY(lengths_.check(slot, 0, 1));
   Tensor row(options_.activation, {spec_.shape.vocab_size});
-  std::memcpy(row.data(), row_of(logits_, slot).data, std::size_t(row.size_bytes()));
+  std::memcpy(row.data(), rows_of(logits_.view<2>(), slot).data, std::size_t(row.size_bytes()));
   return row;
 }
 

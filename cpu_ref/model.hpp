@@ -28,10 +28,20 @@ class Model final : public ModelRunner {
     std::int64_t capacity = 2048;   // cache entries of a slot
     std::int64_t chunk = 512;       // tokens that a prefill takes through the model at once
     DType activation = DType::f32;  // or f64
+    /// Of float32: whether a token's bits are the same whatever else is in its step, which they are not where a product
+    /// of more than 8 tokens has another order of sums. A step's runs then go through the model together.
+    bool invariant = false;
+    /// With a window each slot is a stream without a bound. A token sees the newest `window` tokens, its own among
+    /// them, and the first `sinks` of its slot; positions are those inside the cache (StreamingLLM, Xiao et al. 2023,
+    /// arXiv:2309.17453, whose recent size is window - 1). The capacity is then what such a cache needs.
+    std::int64_t window = 0, sinks = 0;
+
+    KeyWindow stream() const { return {.keys = window, .sinks = sinks}; }
   };
 
   /// Takes memory for cache and activations; `owner` keeps the weights' memory. Refuses weights that
-  /// check_model_weights() refuses, sizes below 1, another activation dtype, and what check_memory() refuses.
+  /// check_model_weights() refuses, sizes below 1, another activation dtype, `invariant` with float64, a stream
+  /// of a model without RoPE or beyond its own window, and what check_memory() refuses.
   static Result<std::unique_ptr<Model>> create(const ModelSpec& model, ModelWeights weights,
                                                std::shared_ptr<const void> owner, const Options& options);
   /// What create() takes for these options.
@@ -43,21 +53,31 @@ class Model final : public ModelRunner {
   std::int64_t slots() const override { return options_.slots; }
   std::int64_t capacity() const override { return options_.capacity; }
   DType activation() const override { return options_.activation; }
+  EntryLimit limit() const override { return limit_of(spec_, options_); }
 
   std::int64_t length(std::int64_t slot) const override { return lengths_[slot]; }
 
-  /// A prompt's run goes through the model by itself, `chunk` tokens at a time; those that decode go through it together.
-  /// A slot without a run is idle then: its cache keeps its bits, and its row of what a site makes has no meaning.
+  /// A prompt's run goes through the model by itself, `chunk` tokens at a time; those that decode go through it
+  /// together. A slot without a run is idle then: its cache keeps its bits, and its row of what a site makes has no
+  /// meaning.
+  /// With `invariant` all runs go through it together, `chunk` tokens at a time, and no row is idle.
+  /// A stream can go back as far as its cache still has what the token there saw: Code::invalid_argument beyond that.
   Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
+  /// The rows of logits are scored by the threads that made them.
+  Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
+                                      const ScoreRequest& request) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override { lengths_.set(slot, 0); }
+  /// With `invariant` as many tokens as go through the model at once; else whole prompts, because a row's bits depend on
+  /// how its prompt is divided.
+  std::int64_t preferred_step_tokens() const override { return options_.invariant ? most_tokens() : 0; }
   void watch(Visit visit) override { visit_ = std::move(visit); }
   void check_between(Check check) override { check_ = std::move(check); }
   Status fetch(const SiteTensor& tensor, void* to) override;
 
   /// Takes the first rows of another RoPE table, (rows, rotary_dim / 2) each, in place of the library's own. Refuses
-  /// other sizes, and more rows than the capacity.
+  /// other sizes, more rows than the capacity, and a table for streams, whose positions have no bound.
   Status set_rope_table(View<const float, 2> cos, View<const float, 2> sin);
   /// With an object, every site adds its condition to it, as ops::DecodeLayer::budget() takes it; null ends that. The
   /// conditions take several times longer than the model.
@@ -65,15 +85,26 @@ class Model final : public ModelRunner {
 
  private:
   Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const void> owner, const Options& options);
-  /// Calls f(member, dtype, shape) for each tensor that a model takes memory for. `member` is a Tensor or a list of them.
+  static EntryLimit limit_of(const ModelSpec& model, const Options& options);
+  /// Refuses runs that begin before the tokens that their streams still have.
+  Status check_streams(std::span<const Run> runs) const;
+  /// Calls f(member, dtype, shape) for each tensor that a model takes memory for. `member` is a Tensor or a list of
+  /// them.
   template <class F>
   static void for_each_tensor(const ModelSpec& model, const Options& options, F&& f);
-  /// Takes `ids` through the model, for the slots from `slot` on, each with as many tokens; the logits are those of the
-  /// last rows. `kv_len` is each slot's, with the new tokens, or kIdleLength.
-  Status pass(std::int64_t slot, std::span<const std::int32_t> ids, std::span<const std::int32_t> kv_len,
-              AnyView<2> logits, const Visit& visit);
-  Status read(const StepPart& prompt, bool own);
-  Status decode(std::span<const StepPart> parts);
+  /// A part of a run that goes through the model at once.
+  struct Piece {
+    Run run{};
+    std::span<const std::int32_t> ids{};
+    AnyView<2> rows{};     // where the logits of its last tokens go
+    bool own = false;      // whether its last token's logits become its slot's own
+    bool is_idle = false;  // a row in its place, for a slot without a run
+  };
+  /// The tokens that go through the model at once, at most.
+  std::int64_t most_tokens() const;
+  /// Divides a step into what goes through the model together.
+  std::vector<std::vector<Piece>> passes_of(std::span<const StepPart> parts, bool own) const;
+  Status pass(std::span<const Piece> pieces, const Visit& visit);
   /// Goes through a slot's last step again, and names the first site that makes a NaN.
   std::string first_nan(std::int64_t slot);
 
@@ -89,7 +120,8 @@ class Model final : public ModelRunner {
   std::vector<Tensor> k_caches_, v_caches_;  // by layer: (slots, kv_heads, capacity, head_dim)
   std::vector<Tensor> activations_;          // the layer's outputs, in the order of for_each_activation
   std::vector<Tensor> hidden_;               // the embedding and the layers' outputs, in turn
-  Tensor cos_, sin_, final_norm_, logits_, step_logits_;
+  Tensor cos_, sin_;  // (capacity, rotary_dim / 2); of streams a pass's own rows: its tokens', then those for the sinks
+  Tensor final_norm_, logits_, step_logits_;
 };
 
 }  // namespace cf::cpu_ref

@@ -16,7 +16,7 @@ namespace {
 /// Eigen keeps up to 128 KiB of each factor of a product on the stack.
 constexpr std::size_t kLeastStackBytes = std::size_t(512) << 10;
 
-/// The stack of the calling thread, which is none that the system started the process with.
+/// The bytes of the calling thread's stack. The thread is not the process's first one.
 std::size_t stack_bytes() {
   pthread_attr_t attributes;
   if (::pthread_getattr_np(::pthread_self(), &attributes) != 0) return kLeastStackBytes;

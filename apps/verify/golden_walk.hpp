@@ -108,8 +108,8 @@ struct TapResult {
   double error_over_budget() const;
 };
 
-/// Refuses a site that the layer does not have, and a file without a tap that the walk needs; dequantised weights may be
-/// missing. Asks for it before the weights are made, which may take memory and time.
+/// Refuses a site that the layer does not have, and a file without a tap that the walk needs; dequantised weights may
+/// be missing. Asks for it before the weights are made, which may take memory and time.
 Status check_taps(const golden::GoldenFile& file, const WalkOptions& options);
 
 /// Runs the walk. Refuses what check_taps() refuses, and a step that the machine's free memory does not hold.

@@ -33,6 +33,18 @@ struct ModelTensors {
   AnyView<2> logits{};                   // (rows, vocab)     embed_out of the same
 };
 
+/// The end of a model for rows of hidden states that the last layer has made: calls f(model_site, args) for the final
+/// norm and the LM head.
+template <class F>
+Status for_each_head_site(const ModelSpec& m, const ModelWeights& w, const AnyView<2>& hidden,
+                          const AnyView<2>& final_norm, const AnyView<2>& logits, F&& f) {
+  const ModelNames& names = names_of(m);
+  const auto outside = [&](const Site& site) { return ModelSite{.site = site, .names = &names}; };
+  CF_TRY(visit_norm(m.traits, names.final_layer_norm, hidden, w.final_layer_norm, final_norm,
+                    [&](const Site& site, const auto& args) { return f(outside(site), args); }));
+  return f(outside(names.embed_out), ops::Linear::Args{.x = final_norm, .linear = w.embed_out, .y = logits});
+}
+
 /// A model, once: calls f(model_site, args) for the embedding, every site of every layer, the final norm and
 /// the LM head, in order, and stops at the first Status that is not ok. Without rows of logits it ends after the
 /// layers.
@@ -68,9 +80,7 @@ Status for_each_model_site(const ModelSpec& m, const ModelWeights& w, const Mode
   last.data =
       static_cast<char*>(last.data) + (last.shape[0] - rows) * last.shape[1] * std::int64_t(size_bytes(last.dtype));
   last.shape[0] = rows;
-  CF_TRY(visit_norm(m.traits, names.final_layer_norm, last, w.final_layer_norm, t.final_norm,
-                    [&](const Site& site, const auto& args) { return f(outside(site), args); }));
-  return f(outside(names.embed_out), ops::Linear::Args{.x = t.final_norm, .linear = w.embed_out, .y = t.logits});
+  return for_each_head_site(m, w, last, t.final_norm, t.logits, f);
 }
 
 /// What a model's step makes beside its caches.

@@ -3,8 +3,8 @@
 
 namespace cf::ops {
 
-/// y[t,h] = LayerNorm(x)[t,h] + residual[t,h]: the norm of LayerNorm, then the sum, rounded once. For programs that call
-/// ops: no model of this library uses it.
+/// y[t,h] = LayerNorm(x)[t,h] + residual[t,h]: the norm of LayerNorm, then the sum, rounded once. For programs that
+/// call ops: no model of this library uses it.
 /// Refuses eps <= 0.
 struct LayerNormResidual : NormContract<LayerNormResidual> {
   static constexpr std::string_view name = "layernorm_residual";

@@ -6,6 +6,7 @@
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/dequantise.hpp"
 #include "cpu_ref/ops/activation.hpp"
+#include "cpu_ref/ops/invariant.hpp"
 #include "cpu_ref/ops/parallel.hpp"
 #include "cpu_ref/ops/real.hpp"
 #include "cpu_ref/ops/widen.hpp"
@@ -55,27 +56,38 @@ constexpr std::int64_t kFewQuantisedTokens = 256;
 /// Rows of a weight that make one output, at most: those of the gate and of up.
 constexpr std::int64_t kMostRows = 2;
 
-/// A few tokens: each weight row is read once, widened in registers, and multiplied with every token.
+constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+/// A few tokens: each weight row is read once, widened in registers, and multiplied with every token. More tokens are
+/// taken a few at a time, and some rows stay in the cache meanwhile.
 template <class W>
-void run_dots(const ops::Linear::Args& a, const DenseWeight& dense,
-              void (*dot)(const W*, const float*, std::int64_t, std::int64_t, std::int64_t, float*),
-              std::int64_t tokens) {
+Status run_dots(const ops::Linear::Args& a, const DenseWeight& dense,
+                void (*dot)(const W*, const float*, std::int64_t, std::int64_t, std::int64_t, float*),
+                std::int64_t tokens) {
   const auto d = ops::Linear::dims(a);
   const Finish<float> finish(a, d.out);
   const std::int64_t rows = d.rows_of_output;
   const W* w = dense.weight.as<const W>().data;
   const float* x = a.x.as<const float>().data;
   float* y = a.y.as<float>().data;
-#pragma omp parallel for schedule(static)
-  for (std::int64_t o = 0; o < d.out; ++o) {
+  const auto make = [&](std::int64_t o, std::int64_t token, std::int64_t some) {
     float sums[kMostRows * kFewTokens];
     for (std::int64_t r = 0; r < rows; ++r)
-      dot(w + (o * rows + r) * d.in, x, d.in, d.in, tokens, sums + r * kFewTokens);
-    for (std::int64_t t = 0; t < tokens; ++t) y[t * d.out + o] = finish(t, o, sums + t, kFewTokens);
+      dot(w + (o * rows + r) * d.in, x + token * d.in, d.in, d.in, some, sums + r * kFewTokens);
+    for (std::int64_t t = 0; t < some; ++t) y[(token + t) * d.out + o] = finish(token + t, o, sums + t, kFewTokens);
+  };
+  if (tokens <= kFewTokens) {
+#pragma omp parallel for schedule(static)
+    for (std::int64_t o = 0; o < d.out; ++o) make(o, 0, tokens);
+    return {};
   }
+  constexpr std::int64_t block = 16;
+  return parallel_for(divide_up(d.out, block), [&](std::int64_t i) {
+    for (std::int64_t token = 0; token < tokens; token += kFewTokens)
+      for (std::int64_t o = i * block; o < std::min((i + 1) * block, d.out); ++o)
+        make(o, token, std::min(kFewTokens, tokens - token));
+  });
 }
-
-constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 /// A GPTQ matrix as blocks of columns.
 class GptqBlocks {
@@ -236,13 +248,13 @@ Status run(const ops::Linear::Args& a) {
     const std::int64_t tokens = a.x.shape[0];
     if constexpr (std::is_same_v<Real, float>) {
       const auto* gptq = std::get_if<GptqWeight>(&a.linear.weight);
-      if (gptq && tokens <= kFewQuantisedTokens) return run_dots(a, *gptq, tokens);
-      if (!gptq && tokens <= kFewTokens) {
+      if (gptq && (tokens <= kFewQuantisedTokens || Invariant::holds())) return run_dots(a, *gptq, tokens);
+      if (!gptq && (tokens <= kFewTokens || Invariant::holds())) {
         const DenseWeight& dense = std::get<DenseWeight>(a.linear.weight);
         switch (dense.weight.dtype) {
-          case DType::f16: return run_dots<f16>(a, dense, kernels().dot_f16, tokens), Status{};
-          case DType::bf16: return run_dots<bf16>(a, dense, kernels().dot_bf16, tokens), Status{};
-          case DType::f32: return run_dots<float>(a, dense, kernels().dot_f32, tokens), Status{};
+          case DType::f16: return run_dots<f16>(a, dense, kernels().dot_f16, tokens);
+          case DType::bf16: return run_dots<bf16>(a, dense, kernels().dot_bf16, tokens);
+          case DType::f32: return run_dots<float>(a, dense, kernels().dot_f32, tokens);
           default: break;
         }
       }

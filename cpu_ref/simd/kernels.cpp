@@ -78,7 +78,7 @@ struct Portable {
 };
 
 #ifdef CF_X86
-/// clang 14 has no name for it in __builtin_cpu_supports().
+/// Whether the processor has F16C. clang 14's __builtin_cpu_supports() has no name for it.
 bool has_f16c() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);

@@ -13,9 +13,9 @@ namespace cf::cuda {
 ///   all        sizes of rows a multiple of 8; of runs that differ, launches for each group of equal ones
 ///   norms      hidden up to 32768
 ///   linear     16-bit activations with weights of the same dtype or with packed GPTQ weights; float32 activations with
-///              dense weights of any dtype. pack() (cuda/ops/linear/pack/pack.hpp) packs a GptqWeight. Many tokens of 16
-///              bits go through cuBLASLt (cuda/ops/linear/cublaslt/library.hpp) where the launch list has the scratch
-///              memory for it; on Hopper those with a dense weight and GELU have a kernel of their own
+///              dense weights of any dtype. pack() (cuda/ops/linear/pack/pack.hpp) packs a GptqWeight. Many tokens of
+///              16 bits go through cuBLASLt (cuda/ops/linear/cublaslt/library.hpp) where the launch list has the
+///              scratch memory for it; on Hopper those with a dense weight and GELU have a kernel of their own
 ///   attention  head_dim up to 256
 #define CF_OP(Op) Status run(const ops::Op::Args&, Context&);
 #include "core/ops/fused.def"

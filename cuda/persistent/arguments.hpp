@@ -172,7 +172,7 @@ struct PersistentArguments {
   LayerPointers first_pointers = {};
   const LayerPointers* layer_pointers = nullptr;  // (layers) in device memory
 
-  /// Where in `phases` those of a layer begin.
+  /// The index in `phases` of a layer's first phase.
   CF_HD constexpr int first_phase(int layer) const { return layer == head_layer ? kLayerPhases : 0; }
 
   DigitOffsets digit_offsets = {};                                  // of packed weights

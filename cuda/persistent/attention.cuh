@@ -408,7 +408,7 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
 template <class T, bool HasNorm>
 __device__ bool prepare_tile(const Block& block, const KeySplit& split, int layer, PhaseSpec phase) {
   constexpr int lanes = 16, at_once = kMaxGqaHeadDim / (4 * lanes);
-  static_assert((kMaxShareHeads + 2) * lanes <= kConsumerThreads);
+  static_assert((kMaxGqaHeads + 2) * lanes <= kConsumerThreads);
   const PersistentArguments& c = block.c;
   const int head_dim = c.dims.head_dim, half = c.dims.half_rotary, heads = gqa_heads<true>(c);
   const int row = block.thread() / lanes, lane = block.thread() % lanes, stride = query_stride(head_dim, heads);

@@ -148,7 +148,7 @@ struct Block {
   }
 
  private:
-  /// One thread of the kind waits up to 16 us. A hash of the seed and the block chooses the thread and the time.
+  /// One of `threads` threads waits up to 16 us. A hash of the seed and the block chooses the thread and the time.
   static __device__ __noinline__ void delay(unsigned seed, int thread, int threads) {
     const unsigned hash = (seed * 2654435761u ^ (blockIdx.x + 1) * 2246822519u) * 3266489917u;
     if (thread == int((hash >> 4) % unsigned(threads))) __nanosleep(hash >> 18);

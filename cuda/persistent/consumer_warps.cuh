@@ -219,7 +219,7 @@ class ConsumerWarps {
                            : product.elements()) *
                  of.c.dims.batch;
       lane_bits = Together ? 0 : 31 - __clz(product.slices);
-      // A thread beyond the last element loads that one's addends too: the lanes of a warp do not diverge.
+      // A thread beyond the last element loads the last element's addends too: the lanes of a warp do not diverge.
       const int element = min((own_rows ? thread % 32 : thread) >> lane_bits, elements - 1);
       if (elements > 0) addends = of.load_addends(phase, product, token(of.c, element), row(of.c, element));
     }

@@ -31,8 +31,9 @@ struct DigitScale {
 static_assert(sizeof(DigitScale) == kDigitScaleBytes);
 
 /// A token's digits in shared memory, 256 bytes a group. Byte 128 h + 64 d + 16 t + b is digit d (0 low, 1 high) of
-/// column 64 h + 8 t + c. For b = 0 to 3 column c is 0, 2, 1, 3. For b = 4 to 7 it is 32 further. For b = 8 to 11 it is
-/// 4, 6, 5, 7, and for b = 12 to 15 it is 32 further. This is the order of the codes in their words.
+/// column 64 h + 8 t + c(b), where for b = 0 to 15 c(b) is
+///   0 2 1 3   32 34 33 35   4 6 5 7   36 38 37 39
+/// This is the order of the codes in their words.
 struct Digits {
   char* bytes;
   DigitScale* scales;  // of each group

@@ -29,7 +29,7 @@ CF_HD constexpr bool is_in_mlp_x(Input i) { return i >= Input::second_norm; }
 enum class Fetcher : unsigned { auxiliary, consumer, each_consumer };
 /// What a phase adds to its products beside the bias.
 enum class Residuals : unsigned { none, input, attn_residual };
-/// The shared memory that is free behind a phase. The consumer warps tell the auxiliary warps.
+/// Which shared memory a phase frees: the consumer warps tell the auxiliary warps that they have read it.
 enum class Frees : unsigned { none, attn_x, mlp_x };
 
 /// A phase. All warps of a block go through a layer's phases in one order.

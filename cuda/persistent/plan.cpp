@@ -91,7 +91,7 @@ int slices(int columns, int most_columns, int least, int limit) {
 }
 
 /// The value of PersistentPlan::gqa_heads where heads share keys.
-int gqa_heads(const PersistentDims& d) { return d.head_dim > kMaxGqaHeadDim ? 1 : largest_share(d.group); }
+int gqa_heads(const PersistentDims& d) { return d.head_dim > kMaxGqaHeadDim ? 1 : gqa_tile_heads(d.group); }
 
 /// Plans the grid, and how a GQA tile's keys are split over it.
 Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const PersistentChoices& choices,
@@ -287,7 +287,8 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   const PersistentDims d = persistent_dims(model, batch);
   PersistentPlan p{};
   CF_TRY(plan_grid(arch, d, model.packed, choices, p));
-  // With a parallel residual up's tokens lie in mlp_x. Beside packed weights attn_x is digits.
+  // With a parallel residual attn_x is free then, since up reads its tokens from mlp_x. With packed weights attn_x
+  // holds digits.
   p.partials_in = model.packed ? PartialsIn::own : model.use_parallel_residual ? PartialsIn::attn_x : PartialsIn::mlp_x;
 
   Slicing slicing(arch, d, model, p, choices.tile_products);

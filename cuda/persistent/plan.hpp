@@ -10,7 +10,7 @@
 #include "core/host_device.hpp"
 #include "core/model/shape.hpp"
 #include "core/status.hpp"
-#include "cuda/device/share.hpp"
+#include "cuda/device/gqa_tile.hpp"
 #include "cuda/runtime/arch.hpp"
 
 namespace cf::cuda {
@@ -186,7 +186,7 @@ struct PersistentPlan {
   int ahead_clocks;      // the SM's clocks from one prefetched KiB to the next
   int up_eighths;        // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
   int head_rows;  // rows of the LM head that a block multiplies at once: as many as the partial sums have room for
-  int gqa_heads;  // query heads of a GQA tile, which attend together to keys that are loaded once: largest_share(), or
+  int gqa_heads;  // query heads of a GQA tile, which attend together to keys that are loaded once: gqa_tile_heads(), or
                   // 1 beyond kMaxGqaHeadDim and where keys are not shared
   int group_gqa_tiles;   // GQA tiles of a group: these have the same keys
   int gqa_tiles;         // of a token's query heads

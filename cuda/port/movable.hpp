@@ -10,8 +10,8 @@
 namespace cf::cuda {
 
 /// A CUDA graph of ops whose tensors may lie elsewhere at every launch. An op that moved is checked and planned again,
-/// and its kernel in the graph takes the new arguments. Launches that are on a stream already keep theirs. Not shared
-/// between threads.
+/// and its kernel in the graph takes the new arguments. Launches that are on a stream already keep their arguments. Not
+/// shared between threads.
 class MovableGraph {
  public:
   /// Captures a walk: walk(f) calls f(args, mode, number) for every op in order, and returns a Status. `number` is the

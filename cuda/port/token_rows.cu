@@ -9,8 +9,8 @@ namespace cf::cuda {
 namespace {
 
 /// Block (i, j) takes token first + i. A thread copies 16 bytes of its keys and the same 16 bytes of its values. A
-/// head's row is `row_vectors` times 16 bytes, the unit of `cache`; a token's is `token_vectors`. A new entry that the cache has already is
-/// left alone, since attention may read it at the same time.
+/// head's row is `row_vectors` times 16 bytes, the unit of `cache`; a token's is `token_vectors`. A new entry that the
+/// cache has already is left alone, since attention may read it at the same time.
 __global__ void __launch_bounds__(kTokenThreads)
     append_rows_kernel(const uint4* k, const uint4* v, uint4* k_rows, uint4* v_rows, uint4* k_cache, uint4* v_cache,
                        unsigned first, unsigned last, unsigned token_vectors, unsigned row_vectors,

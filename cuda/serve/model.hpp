@@ -62,10 +62,10 @@ class Model final : public ModelRunner {
 
   /// A prompt's run goes through the model by itself, a chunk at a time; those that decode are one step of all slots,
   /// which reads each weight once for up to 8 slots. With more, Hopper's tensor cores or cuBLASLt read a dense 16-bit
-  /// weight once for all; linear's own kernels take other weights 16 slots at a time, or 8 where shared memory is short.
-  /// A call returns when its work is on the stream; choose(), logits() and rows for the host wait for it. A chunk of a
-  /// prompt waits until the device has taken the ids of the chunk before. Whoever asks for rows of what decodes gets
-  /// steps of one token from then on.
+  /// weight once for all; linear's own kernels take other weights 16 slots at a time, or 8 where shared memory is
+  /// short. A call returns when its work is on the stream; choose(), logits() and rows for the host wait for it. A
+  /// chunk of a prompt waits until the device has taken the ids of the chunk before. Whoever asks for rows of what
+  /// decodes gets steps of one token from then on.
   Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
@@ -83,7 +83,7 @@ class Model final : public ModelRunner {
   /// A prompt's launches are put onto the stream site by site while a visitor watches; `visit` is called when a site's
   /// launches are there. A step has no sites of its own: what decodes is refused with a visitor (Code::unimplemented).
   void watch(Visit visit) override;
-  /// Asked before each step, and before each pass of a prompt, which begins when the device is at work on the one
+  /// Asked before each step, and before each chunk of a prompt, which begins when the device is at work on the chunk
   /// before.
   void check_between(Check check) override;
   /// Waits for the launches before it.

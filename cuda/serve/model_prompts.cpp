@@ -10,7 +10,7 @@
 
 namespace cf::cuda {
 
-Result<GraphExec> Model::State::pass_graph(const ModelTensors& t) {
+Result<GraphExec> Model::State::chunk_graph(const ModelTensors& t) {
   const AnyView<2> layers_output = t.hidden[std::size_t(spec.shape.num_layers) % 2];
   const auto record = [&](DataflowCapture& graph) {
     CF_TRY_ASSIGN(Program program, record_model(spec, weights.model_weights(), t));
@@ -38,8 +38,8 @@ Status Model::State::walk(const ModelTensors& t, const Visit& visit_site) {
   });
 }
 
-Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
-                          AnyView<2> logits_to) {
+Status Model::State::read_chunk(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
+                                AnyView<2> logits_to) {
   const auto tokens = std::int64_t(ids.size()), chunk = prompt_ids.shape[0];
   CF_TRY(from_cuda(cudaEventSynchronize(prompt_copied.get()), "cudaEventSynchronize"));
   std::int32_t* const staged = pinned_prompt.get();
@@ -56,11 +56,11 @@ Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const
   const ModelTensors t = tensors(slot, 1, tokens, prompt_arrays(tokens), logits_to, caches);
   if (visit) return walk(t, visit);
   const Submission how{.early = context.overlap()};
-  const PassKey key{slot, tokens, logits_to.data, logits_to.shape[0]};
-  if (const auto found = passes.find(key); found != passes.end()) {
+  const ChunkKey key{slot, tokens, logits_to.data, logits_to.shape[0]};
+  if (const auto found = chunks.find(key); found != chunks.end()) {
     GraphExec& known = found->second;
     if (!known) {
-      CF_TRY_ASSIGN(known, pass_graph(t));
+      CF_TRY_ASSIGN(known, chunk_graph(t));
     }
     return from_cuda(cudaGraphLaunch(known.get(), stream.get()), "cudaGraphLaunch");
   }
@@ -82,9 +82,9 @@ Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const
   };
   CF_TRY(for_each_model_site(spec, weights.model_weights(), t, add));
   CF_TRY(submit());
-  constexpr std::size_t most_passes = 64;
-  if (passes.size() == most_passes) passes.clear();
-  passes[key] = {};
+  constexpr std::size_t most_chunks = 64;
+  if (chunks.size() == most_chunks) chunks.clear();
+  chunks[key] = {};
   return {};
 }
 
@@ -102,7 +102,7 @@ Status Model::State::feed(const StepPart& prompt, std::int64_t rows, LogitsOf&& 
     const std::int64_t count = std::max<std::int64_t>(0, rows - rows_made - std::int64_t(ids.size()));
     if (go_on) CF_TRY(go_on());
     CF_TRY_ASSIGN(const AnyView<2> to, logits_of(count));
-    CF_TRY(pass(slot, first, chunk, to));
+    CF_TRY(read_chunk(slot, first, chunk, to));
     first += std::int64_t(chunk.size());
     CF_TRY(pipeline.extend(slot, first, chunk.back()));
     CF_TRY(done(to, rows_made));
@@ -115,7 +115,7 @@ Result<AnyView<2>> Model::State::rows_for_caller(std::int64_t rows) {
   AnyView<2> to(nullptr, {rows, spec.shape.vocab_size}, workspace.activation());
   if (std::size_t(to.bytes()) > forward_memory.bytes()) {
     CF_TRY(from_cuda(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize"));
-    passes.clear();
+    chunks.clear();
     forward_memory = {};
     CF_TRY_ASSIGN(forward_memory, DeviceMemory::create(context, std::size_t(to.bytes()),
                                                        "logits of " + std::to_string(rows) + " tokens"));

@@ -114,17 +114,17 @@ struct Model::State final : PipelineDevice, OwnTensors {
   /// points to.
   ModelTensors tensors(std::int64_t slot, std::int64_t batch, std::int64_t q_len, const StepArrays& step,
                        AnyView<2> logits, std::vector<LayerCache>& caches) const;
-  /// The arrays of a pass of `tokens` tokens of one slot.
+  /// The arrays of a prefill chunk: `tokens` tokens of one slot.
   StepArrays prompt_arrays(std::int64_t tokens) const {
     return {.ids = {prompt_ids.data, {tokens}},
             .positions = {prompt_positions.data, {tokens}},
             .kv_len = {prompt_kv_len.data, {1}}};
   }
-  /// Puts a chunk's ids, positions and length onto the stream, and then its pass.
-  Status pass(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
-  /// The pass of these tensors as a graph.
-  Result<GraphExec> pass_graph(const ModelTensors& t);
-  /// The pass of these tensors site by site, each with a call of `visit_site`.
+  /// Puts a chunk's ids, positions and length onto the stream, and then its launches.
+  Status read_chunk(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
+  /// The chunk of these tensors as a graph.
+  Result<GraphExec> chunk_graph(const ModelTensors& t);
+  /// The chunk of these tensors site by site, each with a call of `visit_site`.
   Status walk(const ModelTensors& t, const Visit& visit_site);
   /// Puts a prompt through the model, chunk by chunk. `logits_of(count)` is where the logits of the last `count` tokens
   /// of a chunk go; `done` is called with them after each chunk. They are those of the prompt's last `rows` tokens.
@@ -211,10 +211,10 @@ struct Model::State final : PipelineDevice, OwnTensors {
   std::vector<LaunchList> sample;  // by the logits' buffer
   // A step of all slots, by its start and by the parity of where its logits go.
   std::array<std::array<GraphExec, 2>, kStarts> steps;
-  using PassKey = std::tuple<std::int64_t, std::int64_t, const void*, std::int64_t>;
-  // The passes of prompts' chunks so far, by slot, tokens, logits and their rows. From its second time on a pass is a
-  // graph, whose branches run side by side.
-  std::map<PassKey, GraphExec> passes;
+  using ChunkKey = std::tuple<std::int64_t, std::int64_t, const void*, std::int64_t>;
+  // The prefill chunks so far, by slot, tokens, logits and their rows. From its second time on a chunk is a graph,
+  // whose branches run side by side.
+  std::map<ChunkKey, GraphExec> chunks;
   std::optional<PersistentKernel> whole;  // of the persistent impl
 };
 

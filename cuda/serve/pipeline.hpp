@@ -77,8 +77,8 @@ inline constexpr int kPhases = 4;
 std::string_view to_string(Phase);
 
 /// What happens to a pipeline.
-///   give_up       what runs ahead is not wanted: by release() of a slot that has a token in it, run_after(), and before
-///                 each other event that it does not fit
+///   give_up       what runs ahead is not wanted: by release() of a slot that has a token in it, by run_after(), and
+///                 before each other event that it does not fit
 ///   begin_prompt  a slot gets entries
 ///   end_prompt    a slot has a prompt's logits
 ///   place         a step that was not foreseen, and the step that makes lost logits again

@@ -59,7 +59,7 @@ struct LayerFacts {
   bool packed_qkv = false;  // ln_qkv's weight is packed
   bool packed_up = false;   // the weight of the MLP's first product is packed
   bool shares_sms = false;  // ln_qkv and the MLP's first product run on the same SMs
-  int share_heads = 1;      // query heads that attend together
+  int gqa_heads = 1;        // query heads that attend together
   int key_splits = 1;       // blocks of a cluster of attention; 1 where attention has no clusters
   bool mixed = false;       // attention has runs that differ: a launch for each group of them
   std::int64_t tokens = 0;
@@ -111,7 +111,7 @@ LayerFacts facts_of(const Arch& arch, const Nodes& nodes) {
       f.max_kv_len = attention->max_kv_len;
       f.mixed = differ(attention->runs);
       if (const auto* plan = plan_of<AttentionPlan>(planned)) {
-        f.share_heads = plan->share_heads;
+        f.gqa_heads = plan->gqa_heads;
         f.key_splits = plan->splits;
       }
       if (const auto* plan = plan_of<FloatAttentionPlan>(planned)) f.key_splits = plan->splits;
@@ -129,7 +129,7 @@ LayerFacts facts_of(const Arch& arch, const Nodes& nodes) {
 /// - Packed weights of one token that rms_qkv and rms_linear take are faster with all of the memory shared, together
 ///   with LaunchMode::leaves_room. They are slower so where lone heads' clusters have kMaxSplits blocks.
 int shared_percent(const Arch& arch, const LayerFacts& f) {
-  if (f.norms) return f.share_heads > 1 || f.key_splits < kMaxSplits ? 100 : 0;
+  if (f.norms) return f.gqa_heads > 1 || f.key_splits < kMaxSplits ? 100 : 0;
   if (!f.few) return 0;
   if (f.packed_qkv) return f.tokens == 1 ? 100 : 0;
   return f.key_splits > 1 ? arch.tuning->dense_shared_percent : 0;

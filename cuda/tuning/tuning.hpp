@@ -43,7 +43,7 @@ struct Tuning {
   // attention: cuda/ops/attention/attention.hpp.
   std::int64_t prefill_queries;     // the fewest queries a sequence of the prefill kernels
   std::int64_t unshared_elements;   // of a kv head's keys: up to so many, each query head loads them by itself
-  std::int64_t few_splits_entries;  // the largest cache where a share has no more splits than a lone head
+  std::int64_t few_splits_entries;  // the largest cache where a GQA tile has no more splits than a lone head
   int split_blocks_on_two_sms;      // the most blocks for two SMs that keys are split into
 
   // How a layer's kernels run beside each other in the graph: cuda/step/choose.cpp.

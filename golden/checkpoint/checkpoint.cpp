@@ -494,8 +494,8 @@ bool Checkpoint::has(const std::string& name) const {
 
 bool Checkpoint::has_whole(const std::string& name) const { return in_memory_ && has(name); }
 
-/// Points views to tensors: to those of the file, and of joined Linears to memory of their own. Where dense weights have
-/// different dtypes, those that are not of the config's are cast to it, as Hugging Face does.
+/// Points views to tensors: to those of the file, and of joined Linears to memory of their own. Where dense weights
+/// have different dtypes, those that are not of the config's are cast to it, as Hugging Face does.
 class Checkpoint::Loader {
  public:
   explicit Loader(const Checkpoint& checkpoint) : checkpoint_(checkpoint), joins_(checkpoint.config_.spec()) {}

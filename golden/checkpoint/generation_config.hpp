@@ -8,8 +8,8 @@
 
 namespace cf::checkpoint {
 
-/// What is read of a checkpoint's generation_config.json. How tokens are chosen is the caller's to say: the other fields
-/// are not looked at, as servers write values there that others do not know (a top_k of -1 for all).
+/// What is read of a checkpoint's generation_config.json. How tokens are chosen is the caller's to say: the other
+/// fields are not looked at, as servers write values there that others do not know (a top_k of -1 for all).
 struct GenerationConfig {
   std::vector<std::int32_t> eos_token_ids = {};  // each ends a sequence
 

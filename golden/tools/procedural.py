@@ -13,7 +13,7 @@ CHUNK = 1 << 21  # elements at a time, so that temporary arrays take less than 1
 
 DTYPES = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
 
-# What names begin with outside the head.
+# The prefixes of the names of all weights but the LM head's.
 BASES = {f"{names.base}." for names in NAMES.values()}
 
 KINDS = {

@@ -86,7 +86,7 @@ def read_ids(path, vocab_size, limit=None):
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise Refusal(f"{path}: {error.strerror or error}") from None
-    # numpy lets through what zipfile, tokenize and others raise.
+    # numpy does not catch what zipfile, tokenize and others raise.
     except Exception as error:
         reason = " ".join(str(error).split())
         raise Refusal(f"{path}: expected a .npy file of token ids: {reason}") from None

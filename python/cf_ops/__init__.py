@@ -10,16 +10,19 @@ except ImportError as error:
     raise ImportError(needs) from None
 
 from cf_ops import hf, ops
+from cf_ops._activations import Activations, activations
 from cf_ops._core import CfError
 from cf_ops._device import cuda_available
 from cf_ops._memorize import Memorized, memorize
 from cf_ops._sweep import Sweep, pythia_steps, surprisal, sweep
-from cf_ops.model import Generated, Generation, GenerationInterrupted, Model, Perplexity, load
+from cf_ops.model import AsyncGeneration, Generated, Generation, GenerationInterrupted, Model, Perplexity, Scored, load
 
 __version__ = _core.version()
 CfError.__module__ = __name__
 
 __all__ = [
+    "Activations",
+    "AsyncGeneration",
     "CfError",
     "Generated",
     "Generation",
@@ -27,8 +30,10 @@ __all__ = [
     "Memorized",
     "Model",
     "Perplexity",
+    "Scored",
     "Sweep",
     "__version__",
+    "activations",
     "cuda_available",
     "hf",
     "load",

@@ -1,5 +1,5 @@
 """``python -m cf_ops``: what this installation is and whether its ops are right; ``generate``, ``eval``,
-``memorize``, ``sweep``, ``bench``."""
+``memorize``, ``sweep``, ``activations``, ``bench``, ``serve``."""
 
 import sys
 

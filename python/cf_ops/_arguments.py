@@ -40,6 +40,13 @@ def real(name: str, value: Any) -> float:
         raise TypeError(f"{name}: expected a number, got {_short(value)}") from None
 
 
+def flag(name: str, value: object) -> bool:
+    """True or False. Raises TypeError for another type."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected True or False, got {_short(value)}")
+    return bool(value)
+
+
 def text(name: str, value: object) -> str:
     """A text. Raises TypeError for another type."""
     if not isinstance(value, str):

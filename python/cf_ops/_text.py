@@ -35,14 +35,14 @@ def open_tokenizer(directory: str) -> Tokenizer:
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, text: str, name: str = "prompt") -> list[int]:
-    """A text's ids, with the special tokens that the tokenizer adds. Raises ValueError for what UTF-8 cannot hold, where
+def encode(tokenizer: Tokenizer, text: str, name: str = "prompt", special_tokens: bool = True) -> list[int]:
+    """A text's ids, by default with the special tokens that the tokenizer adds. Raises ValueError for what UTF-8 cannot hold, where
     `name` is what the text is."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name}: expected text that UTF-8 can hold: {error}") from None
-    ids: list[int] = tokenizer.encode(text).ids
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=special_tokens).ids
     return ids
 
 
@@ -65,7 +65,8 @@ def _rewrites_joined_text(tokenizer: Tokenizer) -> bool:
 class TextStream:
     """The text of ids that come one by one, in whole characters: the pieces of put() and finish() together are what
     ``tokenizer.decode(ids)`` returns, up to the first of the strings `stop`. As there, special tokens are no part of the
-    text, and bytes that form no character become U+FFFD.
+    text, and bytes that form no character become U+FFFD. Behind the ids `context` the text is what they add to that of
+    the context: in some vocabularies the first word of a text has no space.
 
     A piece is given out once no later id can change it: U+FFFD at the end may become a character, and a byte token of
     ByteFallback, such as ``<0xE6>``, may change how all byte tokens right before it decode. A decoder that rewrites the
@@ -74,14 +75,16 @@ class TextStream:
 
     _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._waits = _rewrites_joined_text(tokenizer)
         self._skipped = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        self._ids: list[int] = []  # those that are part of the text
+        # Those that are part of the text, behind the context.
+        self._ids = [id for id in context if tokenizer.id_to_token(id) is not None and id not in self._skipped]
+        self._start = len(tokenizer.decode(self._ids))  # where the text begins
         self._before = 0  # from this id to `_begin` is the context that a decoder may need, such as for spaces
-        self._begin = 0  # the first id whose text was not returned yet
+        self._begin = len(self._ids)  # the first id whose text was not returned yet
         self._kept = ""  # text before those ids, kept because a stop string may begin in it
         self._given = 0  # the characters that were given out
         self.stopped = False  # whether the text has ended with a stop string
@@ -110,7 +113,7 @@ class TextStream:
         """Ends the text; returns what put() has not returned."""
         if self.stopped:
             return ""
-        text: str = self._tokenizer.decode(self._ids)
+        text: str = self._tokenizer.decode(self._ids)[self._start :]
         return self._end(text[self._given : first_stop(text, self._stop)])
 
     def _piece(self) -> str:

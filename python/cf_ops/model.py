@@ -2,311 +2,59 @@
 
 from __future__ import annotations
 
-import dataclasses
+import html
 import logging
 import os
 import re
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, overload
 
-import numpy as np
 from numpy.typing import NDArray
 
-from cf_ops import _core
-from cf_ops._arguments import dtype_name, ids_of, integer, is_one, kind_of, path_of, real, row_of_ids
+from cf_ops import _core, _score
+from cf_ops._arguments import dtype_name, flag, ids_of, integer, is_one, kind_of, path_of
 from cf_ops._arguments import text as text_of
+from cf_ops._chat import ChatTemplate, Message
 from cf_ops._device import cuda_index, device_model
+from cf_ops._generation import (
+    MOST_INT,
+    AsyncGeneration,
+    Generated,
+    Generation,
+    GenerationInterrupted,
+    Ids,
+    Options,
+    Prompt,
+    Session,
+    Settings,
+)
 from cf_ops._progress import Progress
-from cf_ops._text import TextStream, encode, first_stop, open_tokenizer
+from cf_ops._score import Perplexity, Scored
+from cf_ops._text import encode, open_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from typing_extensions import Unpack
 
-__all__ = ["Generated", "Generation", "GenerationInterrupted", "Model", "Perplexity", "load"]
+__all__ = [
+    "AsyncGeneration",
+    "Generated",
+    "Generation",
+    "GenerationInterrupted",
+    "Model",
+    "Perplexity",
+    "Scored",
+    "load",
+]
 
 MOST_SLOTS = 64
-_MOST_SEED = 2**64 - 1
-_MOST_INT = 2**31 - 1
+MOST_SAMPLES = 1024
 CAPACITY = 2048  # of a slot on a GPU, where nothing else is said
 _CHUNK = 512  # tokens of a prompt that go through the model at once
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _LOGGER = logging.getLogger("cf_ops")
-
-Piece = TypeVar("Piece", str, int)
-Ids = Sequence[int] | NDArray[Any]  # and tensors of torch
-Prompt = str | Ids
-
-
-@dataclasses.dataclass
-class Generated:
-    """What a prompt was continued with.
-
-    prompt: the prompt's ids. ids: the new ids; one that ended the sequence is the last. finish: "stop" (an id or a text
-    of `stop`), "length" (max_new_tokens), "failed" (`error` says how), "interrupted" (Ctrl-C), or "running". text: what
-    the tokenizer decodes `ids` to, without special tokens, up to a text of `stop`; None where the prompt was ids.
-    """
-
-    prompt: list[int]
-    ids: list[int] = dataclasses.field(default_factory=list)
-    finish: str = "running"
-    error: str | None = None
-    text: str | None = None
-
-
-class GenerationInterrupted(KeyboardInterrupt):
-    """Ctrl-C in :meth:`Model.generate_batch`; `results` has what each prompt was continued with until then."""
-
-    def __init__(self, results: list[Generated]) -> None:
-        super().__init__("interrupted")
-        self.results = results
-
-
-class Perplexity(NamedTuple):
-    """exp of the mean negative log likelihood.
-
-    perplexity: exp(nll). error: its standard error, perplexity * nll_error. nll: the mean of -log p(id) over the scored
-    ids, in nats. nll_error: the standard error of that mean. positions: the scored ids.
-    """
-
-    perplexity: float
-    error: float
-    nll: float
-    nll_error: float
-    positions: int
-
-
-@dataclasses.dataclass
-class Settings:
-    """How prompts are continued: the arguments of :meth:`Model.generate`."""
-
-    max_new_tokens: int = 32
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    stop: int | str | Iterable[int | str] | None = None
-    stop_ids: list[int] | None = dataclasses.field(init=False, default=None)  # None: the checkpoint's
-    stop_texts: list[str] = dataclasses.field(init=False, default_factory=list)
-
-    def __post_init__(self) -> None:
-        for name, least, most in (("max_new_tokens", 1, _MOST_INT), ("top_k", 0, _MOST_INT), ("seed", 0, _MOST_SEED)):
-            setattr(self, name, integer(name, getattr(self, name), least, most))
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            setattr(self, name, real(name, getattr(self, name)))
-        if self.stop is None:
-            return
-        stop: Any = [self.stop] if is_one(self.stop) else self.stop
-        if any(isinstance(s, str) and not s for s in stop):
-            raise ValueError("stop: expected ids and texts that are not empty, got ''")
-        self.stop_texts = [s for s in stop if isinstance(s, str)]
-        others = [s for s in stop if not isinstance(s, str)]
-        for s in others:
-            if isinstance(s, (bytes, bytearray)):
-                raise TypeError(f"stop: expected ids and texts, got {kind_of(s)}")
-        if others or not self.stop_texts:
-            self.stop_ids = [integer("stop", s) for s in others]
-
-
-class Made(NamedTuple):
-    """What a step has made for a prompt: an id, and the piece of text that is whole with it."""
-
-    prompt: int
-    id: int
-    piece: str
-
-
-class Session:
-    """Continues prompts in a decoder, where the later ones wait for slots. `results` grows with each step(). One thread
-    at a time has a step.
-
-    streams: whether a prompt of text gets its pieces of text with each step.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        prompts: Sequence[Prompt],
-        settings: Settings,
-        slots: int | None = None,
-        streams: bool = False,
-    ) -> None:
-        self.settings = settings
-        names = ["prompt"] if len(prompts) == 1 else [f"prompt {index}" for index in range(len(prompts))]
-        self.results = [Generated(model.encode(prompt, name)) for prompt, name in zip(prompts, names)]
-        are_texts = [isinstance(prompt, str) for prompt in prompts]
-        if settings.stop_texts and not all(are_texts):
-            raise ValueError(f"stop: expected ids, which end a prompt of ids, got {settings.stop_texts[0]!r}")
-        self._tokenizers = [model.tokenizer if is_text else None for is_text in are_texts]
-        self._streams = [
-            (
-                TextStream(tokenizer, settings.stop_texts)
-                if tokenizer is not None and (streams or settings.stop_texts)
-                else None
-            )
-            for tokenizer in self._tokenizers
-        ]
-        self._stop = model.eos_token_ids if settings.stop_ids is None else settings.stop_ids
-        self._lock = threading.RLock()  # a signal's handler may come in the thread that has it
-        self._index_of: dict[int, int] = {}  # by the decoder's number of a sequence that has not ended
-        self.slots = model.slots_for(len(prompts)) if slots is None else slots
-        # The last new id is not appended to the cache.
-        self.capacity = max((len(r.prompt) for r in self.results), default=1) + settings.max_new_tokens - 1
-        self._decoder = model.decoder(max(1, self.slots), max(1, self.capacity))
-        # Every prompt is checked before the first one is read.
-        try:
-            for index in range(len(prompts)):
-                self._index_of[self._add(index)] = index
-        except BaseException:
-            self._decoder.close()
-            raise
-        if self.done:
-            self._decoder.close()
-
-    @property
-    def done(self) -> bool:
-        """Whether all prompts have ended."""
-        return not self._index_of
-
-    def step(self) -> list[Made]:
-        """Gives each running sequence one id; returns what was made. The results of those that ended have a `finish`.
-
-        Where an exception comes, KeyboardInterrupt among them, all sequences end and what was made is in `results`.
-        """
-        with self._lock:
-            if self.done:
-                return []
-            try:
-                return self._collect(self._decoder.decode(1))
-            except KeyboardInterrupt:
-                self.interrupt()
-                raise
-            except BaseException as error:
-                self._end("failed", str(error))
-                raise
-
-    def interrupt(self) -> None:
-        """Ends all sequences; what was made is in `results`."""
-        with self._lock:
-            self._end("interrupted", None)
-
-    def text(self, index: int) -> str | None:
-        """The text of a prompt's new ids, up to a text of `stop`; None where the prompt was ids."""
-        tokenizer = self._tokenizers[index]
-        if tokenizer is None:
-            return None
-        text: str = tokenizer.decode(self.results[index].ids)
-        return text[: first_stop(text, self.settings.stop_texts)]
-
-    def _add(self, index: int) -> int:
-        s = self.settings
-        try:
-            return self._decoder.add(
-                self.results[index].prompt,
-                temperature=s.temperature,
-                top_k=s.top_k,
-                top_p=s.top_p,
-                min_p=s.min_p,
-                repetition_penalty=s.repetition_penalty,
-                seed=s.seed,
-                id=index,
-                stop=self._stop,
-                max_new_tokens=s.max_new_tokens,
-            )
-        except ValueError as error:
-            raise ValueError(f"prompt {index}: {error}" if len(self.results) > 1 else str(error)) from None
-
-    def _collect(self, emitted: list[tuple[int, int]]) -> list[Made]:
-        made: list[Made] = []
-        for sequence, id in emitted:
-            index = self._index_of[sequence]
-            self.results[index].ids.append(id)
-            stream = self._streams[index]
-            piece = "" if stream is None else stream.put(id)
-            stopped = stream is not None and stream.stopped
-            finish = "stop" if stopped else self._decoder.finish(sequence)
-            if finish != "running":
-                piece += "" if stream is None else stream.finish()
-                self._drop(sequence, finish)
-            made.append(Made(index, id, piece))
-        # A sequence that fails makes no id.
-        for sequence in self._decoder.ended():
-            self._drop(sequence, self._decoder.finish(sequence))
-        if self.done:
-            self._decoder.close()
-        return made
-
-    def _drop(self, sequence: int, finish: str) -> None:
-        """Ends a sequence."""
-        result = self.results[self._index_of.pop(sequence)]
-        result.finish, result.error = finish, self._decoder.status(sequence)
-        self._decoder.drop(sequence)
-
-    def _end(self, finish: str, error: str | None) -> None:
-        for sequence, index in self._index_of.items():
-            self.results[index].ids = self._decoder.ids(sequence)
-            self._decoder.drop(sequence)
-        self._index_of.clear()
-        self._decoder.close()
-        for result in self.results:
-            if result.finish == "running":
-                result.finish, result.error = finish, error
-
-
-class Generation(Iterator[Piece]):
-    """The continuation of one prompt, an iterator over its pieces: text in whole characters, or ids.
-
-    Each step makes one id. `result` has what was made so far, at any time and after Ctrl-C. Threads that take pieces of
-    one generation take turns: each piece goes to one of them. Raises CfError where the sequence fails, such as by logits
-    that are NaN.
-    """
-
-    def __init__(self, session: Session, is_text: bool) -> None:
-        self._session = session
-        self._is_text = is_text
-
-    @property
-    def result(self) -> Generated:
-        """What was made so far."""
-        result = self._session.results[0]
-        result.text = self._session.text(0)
-        return result
-
-    @property
-    def ids(self) -> list[int]:
-        """The new ids so far."""
-        return self._session.results[0].ids
-
-    @property
-    def text(self) -> str | None:
-        """The text of `ids`; None where the prompt was ids."""
-        return self.result.text
-
-    @property
-    def finish(self) -> str:
-        """Why the sequence ended, as :class:`Generated` names it."""
-        return self._session.results[0].finish
-
-    def close(self) -> None:
-        """Ends the sequence here, as "interrupted". On a GPU its slot is free for another one."""
-        if not self._session.done:
-            self._session.interrupt()
-
-    def __next__(self) -> Any:
-        result = self._session.results[0]
-        while not self._session.done:
-            made = self._session.step()
-            if result.finish == "failed":
-                raise _core.CfError(result.error)
-            for _, id, piece in made:
-                if not self._is_text:
-                    return id
-                if piece:
-                    return piece
-        raise StopIteration
 
 
 class Model:
@@ -333,6 +81,7 @@ class Model:
         self.eos_token_ids = eos_token_ids
         self._on_device = on_device
         self._tokenizer: Tokenizer | None = None
+        self._chat: ChatTemplate | None = None
 
     @property
     def device(self) -> str:
@@ -388,111 +137,134 @@ class Model:
         how = f"impl={self.impl!r}, slots={self.slots}, capacity={self.capacity}"
         return f"cf_ops.Model({what}, device={self.device!r}, {how})"
 
-    @overload
-    def generate(
-        self,
-        prompt: str,
-        *,
-        max_new_tokens: int = ...,
-        temperature: float = ...,
-        top_k: int = ...,
-        top_p: float = ...,
-        min_p: float = ...,
-        repetition_penalty: float = ...,
-        seed: int = ...,
-        stop: int | str | Iterable[int | str] | None = ...,
-    ) -> Generation[str]: ...
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        c = self.config
+        rows = {
+            "model": os.path.basename(os.path.normpath(self.directory)),
+            "family": c["model_type"],
+            "layers, hidden size": f"{c['num_hidden_layers']}, {c['hidden_size']}",
+            "vocabulary": c["vocab_size"],
+            "device": self.device if self.impl is None else f"{self.device}, {self.impl}",
+            "activation": self.activation,
+        }
+        if self._on_device is not None:
+            rows["cache"] = f"{self.slots} slots of {self.capacity} entries"
+        cells = "".join(f"<tr><th>{name}</th><td>{html.escape(str(value))}</td></tr>" for name, value in rows.items())
+        return f"<table>{cells}</table>"
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"a Model cannot be pickled: call cf_ops.load({self.directory!r}) in the other process")
 
     @overload
-    def generate(
-        self,
-        prompt: Ids,
-        *,
-        max_new_tokens: int = ...,
-        temperature: float = ...,
-        top_k: int = ...,
-        top_p: float = ...,
-        min_p: float = ...,
-        repetition_penalty: float = ...,
-        seed: int = ...,
-        stop: int | str | Iterable[int | str] | None = ...,
-    ) -> Generation[int]: ...
+    def generate(self, prompt: str, **options: Unpack[Options]) -> Generation[str]: ...
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 32,
-        temperature: float = 0,
-        top_k: int = 0,
-        top_p: float = 1,
-        min_p: float = 0,
-        repetition_penalty: float = 1,
-        seed: int = 0,
-        stop: int | str | Iterable[int | str] | None = None,
-    ) -> Generation[str] | Generation[int]:
+    @overload
+    def generate(self, prompt: Ids, **options: Unpack[Options]) -> Generation[int]: ...
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation[str] | Generation[int]:
         """Continues a prompt; returns an iterator that makes an id a step.
 
         A text is encoded by the checkpoint's tokenizer with the special tokens that it adds, and pieces of text come
         back, whole characters without special tokens. For ids, ids come back; they may be a list, or an array or a
         tensor of the shape (n) or (1, n).
 
-        The steps and their order are those of transformers' ``generate()`` (GenerationMixin._get_logits_processor):
-        repetition_penalty divides positive and multiplies negative logits of every id seen; temperature 0 takes the
-        most likely id, otherwise logits are divided by it; top_k keeps that many ids (0: all); top_p keeps the fewest
-        whose probabilities reach it; min_p keeps those of at least min_p times the largest probability. Draws depend on
-        seed and position alone. `stop` are ids that end the sequence; None means the checkpoint's eos_token_id. Texts
-        among them end a prompt of text where they appear, and are no part of the text that comes back; beside texts
-        alone the checkpoint's eos_token_id counts too.
+        max_new_tokens (32): how many ids at most. min_new_tokens (0): until there are so many, none of the ids that end
+        the sequence is chosen. A text of `stop` ends it earlier too.
+
+        The steps that lead from logits to an id and their order are those of transformers' ``generate()``
+        (GenerationMixin._get_logits_processor), and of vLLM for the two penalties that it lacks:
+
+        1. logit_bias ({}): a number that is added to an id's logit, by id; ``-math.inf`` excludes the id.
+        2. repetition_penalty (1): divides positive and multiplies negative logits of every id seen.
+        3. frequency_penalty (0), presence_penalty (0): the first times how often the id was made, and the second where
+           it was, are subtracted from an id's logit. -2 to 2.
+        4. logits_processor (None): a function of the logits, float32 of the shape (vocab), and of the ids so far, int32,
+           prompt and new ones; returns the logits to choose among. It may change the array that it is given. What it
+           raises, the iterator raises.
+        5. temperature (0): 0 takes the most likely id; otherwise logits are divided by it and an id is drawn.
+        6. top_k (0): keeps that many ids; 0 keeps all. top_p (1): keeps the fewest whose probabilities reach it. min_p
+           (0): keeps those of at least min_p times the largest probability.
+
+        seed (0): draws depend on seed and position alone. Where one of 1, 3, 4 or min_new_tokens is asked for, the
+        choice is made on the host from the logits in float32, by the same arithmetic with the same random numbers.
+
+        stop (None): ids that end the sequence; None means the checkpoint's eos_token_id. Texts among them end a prompt
+        of text where they appear, across the borders of tokens, and are no part of the text that comes back; beside
+        texts alone the checkpoint's eos_token_id counts too. ignore_eos (False): the checkpoint's eos_token_id does not
+        count.
+
+        logprobs (None): a number k makes `logprobs` of :class:`Generated`, and `top_logprobs` of the k likeliest ids, 0
+        or more; reading the logits of each step costs time. echo (False): the prompt comes back first.
 
         Raises ValueError for a prompt that is empty or outside the vocabulary and for settings without meaning,
-        TypeError for other types, MemoryError where the cache does not fit, and what :attr:`tokenizer` raises. On a GPU
-        ValueError also where no slot is free, or a slot has too few entries for the prompt and its new tokens.
+        TypeError for other types and options, MemoryError where the cache does not fit, and what :attr:`tokenizer`
+        raises. On a GPU ValueError also where no slot is free, or a slot has too few entries for the prompt and its new
+        tokens.
         """
-        settings = Settings(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
         is_text = isinstance(prompt, str)
-        session = Session(self, [prompt], settings, streams=is_text)
+        session = Session(self, [prompt], Settings.of(options), streams=is_text)
         return Generation[str](session, True) if is_text else Generation[int](session, False)
+
+    @overload
+    def agenerate(self, prompt: str, **options: Unpack[Options]) -> AsyncGeneration[str]: ...
+
+    @overload
+    def agenerate(self, prompt: Ids, **options: Unpack[Options]) -> AsyncGeneration[int]: ...
+
+    def agenerate(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGeneration[str] | AsyncGeneration[int]:
+        """:meth:`generate` for ``async for``: other tasks run while a step is made."""
+        if isinstance(prompt, str):
+            return AsyncGeneration[str](self.generate(prompt, **options))
+        return AsyncGeneration[int](self.generate(prompt, **options))
 
     def generate_batch(
         self,
         prompts: Iterable[Prompt],
         *,
-        max_new_tokens: int = 32,
-        temperature: float = 0,
-        top_k: int = 0,
-        top_p: float = 1,
-        min_p: float = 0,
-        repetition_penalty: float = 1,
-        seed: int = 0,
-        stop: int | str | Iterable[int | str] | None = None,
+        n: int = 1,
         slots: int | None = None,
+        progress: bool | None = None,
+        **options: Unpack[Options],
     ) -> list[Generated]:
         """Continues several prompts at once, `slots` of them at a time (all, up to 64, where it is None; on a GPU all
         that have a free slot).
 
-        The arguments are those of :meth:`generate`. Draws depend on seed, the prompt's place and the position, and not
-        on the other prompts. A sequence that fails says so in its result; the others go on. On a terminal stderr shows
-        how far the work has come.
+        The options are those of :meth:`generate`. Draws depend on seed, the prompt's place and the position, and not
+        on the other prompts. A sequence that fails says so in its result; the others go on.
+
+        n: samples of each prompt, which follow each other in the list that comes back: sample s of prompt p is
+        ``results[p * n + s]``. Their draws differ, and the first one is what n = 1 gives.
+
+        progress: whether stderr shows how far the work has come, by tqdm where that is installed; None where it is a
+        terminal.
 
         Raises what :meth:`generate` raises, and :class:`GenerationInterrupted` after Ctrl-C.
         """
-        settings = Settings(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
+        settings = Settings.of(options)
+        n = integer("n", n, 1, MOST_SAMPLES)
         if slots is not None:
             slots = integer("slots", slots, 1, MOST_SLOTS)
+        shown = None if progress is None else flag("progress", progress)
         if is_one(prompts):
             raise TypeError(f"prompts: expected a list of prompts, got one {kind_of(prompts)}")
         given = list(prompts)
-        session = Session(self, given, settings, slots)
+        session = Session(self, given, settings, slots, samples=n)
         interrupted = False
         try:
-            with Progress(f"continuing {len(given)} prompts") as progress:
+            with Progress(f"continuing {len(given)} prompts", shown) as bar:
                 done, most = 0, settings.max_new_tokens
                 while not session.done:
                     for made in session.step():
-                        result = session.results[made.prompt]
+                        result = session.results[made.place]
                         done += 1 if result.finish == "running" else 1 + most - len(result.ids)
-                    progress.set(done, len(given) * most)
+                    bar.set(done, len(session.results) * most)
         except KeyboardInterrupt:
             session.interrupt()  # where it came between two steps
             interrupted = True
@@ -501,6 +273,35 @@ class Model:
         if interrupted:
             raise GenerationInterrupted(session.results)
         return session.results
+
+    def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Generation[str]:
+        """Answers a chat: :meth:`generate` behind the text that the checkpoint's chat template makes of the messages,
+        each with "role" and "content"; what comes back is the answer's pieces.
+
+        Raises what :meth:`encode_chat` and :meth:`generate` raise.
+        """
+        settings = Settings.of(options)
+        if settings.echo:
+            raise ValueError("echo: expected False for a chat, whose prompt is not the caller's text")
+        session = Session(self, [self.encode_chat(messages)], settings, streams=True, is_text=True)
+        return Generation[str](session, True)
+
+    def encode_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """The ids of a chat by the checkpoint's chat template, as transformers' ``apply_chat_template`` makes them.
+
+        messages: each with "role" ("system", "user", "assistant") and "content", and whatever else the template reads.
+        add_generation_prompt: whether the beginning of an answer follows. variables: others that the template reads,
+        such as ``tools`` or ``enable_thinking``.
+
+        Raises FileNotFoundError where the checkpoint has no template, ImportError without jinja2, ValueError for what the
+        template refuses, and TypeError for messages that are none.
+        """
+        if self._chat is None:
+            self._chat = ChatTemplate.open(self.directory)
+        text = self._chat.render(messages, add_generation_prompt, variables)
+        return encode(self.tokenizer, text, "messages", special_tokens=False)
 
     def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:
         """A prompt's ids: a text's by the tokenizer, with the special tokens that it adds; ids as they are. `name` is
@@ -532,6 +333,29 @@ class Model:
         """The logits (ids, vocab) of every position: row p predicts id p + 1. Raises what :meth:`run` raises."""
         return self.run(ids)[0]
 
+    def score(
+        self,
+        prompts: Iterable[Prompt],
+        first: int | Iterable[int] = 1,
+        *,
+        top: int = 0,
+        slots: int | None = None,
+    ) -> list[Scored]:
+        """Scores the ids of prompts, texts or ids: log p(id | the ids before it) of every id from the position `first`
+        on, which is one number or one a prompt. The id at position 0 has no prediction. In float64, of a row of logits
+        l: (l[id] - m) - log(sum of exp(l - m)), where m = max(l). A few hundred rows of logits exist at a time.
+
+        top: how many of the most likely ids are named beside each scored one. slots: prompts that a step reads side by
+        side, 1 where it is None. Prompts that begin with the same ids have whole pieces of them read once: of 128 ids
+        on the CPU, of 512 on a GPU. What a prompt is given does not depend on the other prompts. A prompt that fails
+        says so in its result; the others go on. On a terminal stderr shows how far the work has come.
+
+        Raises ValueError for a prompt of fewer than two ids, with ids outside the vocabulary or longer than the model
+        or its capacity takes, for a `first` outside 1 to the prompt's last position, and for more slots than are free;
+        TypeError for one prompt in place of a list.
+        """
+        return _score.score(self, prompts, first, top, slots)
+
     def perplexity(self, ids: Prompt, context: int = 2048, stride: int | None = None) -> Perplexity:
         """The perplexity of a text, or of its ids, exp(mean of -log p(id | the ids before it in its window)).
 
@@ -541,39 +365,7 @@ class Model:
 
         Raises ValueError for fewer than two ids, a context below 2 and a stride outside 1 to context.
         """
-        all_ids = row_of_ids("ids", self.encode(ids) if isinstance(ids, str) else ids)
-        context = integer("context", context)
-        stride = context if stride is None else integer("stride", stride)
-        if context < 2:
-            raise ValueError(f"context: expected at least 2 ids, got {context}")
-        if not 1 <= stride <= context:
-            raise ValueError(f"stride: expected 1 to {context}, the context, got {stride}")
-        if all_ids.ndim != 1 or all_ids.size < 2:
-            raise ValueError(f"ids: expected at least 2 in one dimension, got the shape {all_ids.shape}")
-        vocab_size = self.config["vocab_size"]
-        if all_ids.dtype.kind not in "iu" or all_ids.min() < 0 or all_ids.max() >= vocab_size:
-            raise ValueError(
-                f"ids: expected integers of 0 to {vocab_size - 1}, got {all_ids.dtype} from {all_ids.min()} to "
-                f"{all_ids.max()}"
-            )
-        context = min(context, all_ids.size)
-        parts = []
-        first, scored = 0, 1
-        # A window's last id is scored and not fed.
-        with self._runner(context - 1) as runner, Progress("scoring") as progress:
-            while scored < all_ids.size:
-                last = min(first + context, all_ids.size)
-                window = all_ids[first:last]
-                rows = min(last - scored, last - first - 1)
-                parts.append(_nll(runner, window, rows))
-                first, scored = first + stride, last
-                progress.set(scored, all_ids.size)
-        nll = np.concatenate(parts)
-        if not np.isfinite(nll).all():
-            raise ValueError(f"the logits of {np.count_nonzero(~np.isfinite(nll))} ids are not finite")
-        mean = float(nll.mean())
-        error = float(nll.std(ddof=1) / np.sqrt(nll.size)) if nll.size > 1 else 0.0
-        return Perplexity(float(np.exp(mean)), float(np.exp(mean)) * error, mean, error, nll.size)
+        return _score.perplexity(self, ids, context, stride)
 
     def slots_for(self, prompts: int) -> int:
         """How many slots a call takes for so many prompts, where nothing else is said."""
@@ -587,6 +379,14 @@ class Model:
             return _core.Decoder(self.weights, slots=slots, capacity=capacity, chunk=_CHUNK, activation=self.activation)
         self._check_capacity(self._on_device, capacity)
         return _core.Decoder(self._on_device, slots=slots)
+
+    def scorer(self, slots: int, capacity: int) -> _core.Scorer:
+        """What scores prompts in `slots` slots, with room for `capacity` entries of each; on a GPU in slots that are
+        free. Raises what :meth:`score` raises of sizes."""
+        if self._on_device is None:
+            return _core.Scorer(self.weights, slots=slots, capacity=capacity, chunk=_CHUNK, activation=self.activation)
+        self._check_capacity(self._on_device, capacity)
+        return _core.Scorer(self._on_device, slots=slots)
 
     @contextmanager
     def _runner(self, capacity: int) -> Iterator[_core.Runner]:
@@ -610,21 +410,6 @@ class Model:
             )
 
 
-def _nll(runner: _core.Runner, window: NDArray[Any], rows: int) -> NDArray[np.float64]:
-    """-log p of the last `rows` ids of a window."""
-    parts = []
-    fed, skipped = window.size - 1, window.size - 1 - rows
-    for begin in range(0, fed, _CHUNK):
-        end = min(begin + _CHUNK, fed)
-        wanted = min(end - begin, max(0, end - skipped))
-        logits = runner.forward(0, begin, window[begin:end], wanted).astype(np.float64)
-        next_ids = window[end - wanted + 1 : end + 1]
-        most = logits.max(axis=1, initial=-np.inf, keepdims=True)
-        log_sum = most[:, 0] + np.log(np.exp(logits - most).sum(axis=1))
-        parts.append(log_sum - logits[np.arange(wanted), next_ids])
-    return np.concatenate(parts)
-
-
 def load(
     path_or_preset: str | os.PathLike[str],
     *,
@@ -632,10 +417,12 @@ def load(
     activation: str | None = None,
     dtype: object = None,
     revision: str | None = None,
+    layers: int | None = None,
     slots: int | None = None,
     capacity: int | None = None,
     impl: str = "auto",
     threads: int | None = None,
+    progress: bool | None = None,
 ) -> Model:
     """Loads a checkpoint directory of Hugging Face: config.json beside safetensors, dense or GPTQ.
 
@@ -647,8 +434,11 @@ def load(
     such as "EleutherAI/pythia-70m", and the package huggingface_hub downloads what its cache does not have. Without it
     nothing is ever downloaded.
 
-    Where the config of Mistral, Qwen2 or Qwen3 has a sliding_window, a sequence may have so many positions: within it every key is
-    seen. :attr:`Model.notes` says what of the config does not count and which weights were cast.
+    layers: how many of the first layers the model has, all where it is None. The last norm and the head follow them, so
+    that its logits are the logit lens of that layer.
+
+    Where the config of Mistral, Qwen2 or Qwen3 has a sliding_window, a token sees so many keys. On a GPU a sequence may
+    have so many positions. :attr:`Model.notes` says what of the config does not count and which weights were cast.
 
     device: "cpu", or "cuda" or "cuda:1" for a GPU. A GPU gets a copy of the weights and a cache of `slots` (1) sequences
     of `capacity` (2048) entries, and computes in the weights' own dtype. impl: how its steps are launched, "auto" for
@@ -657,7 +447,10 @@ def load(
     On the CPU alone: activation: "float32" is the fast backend, "float64" the oracle. threads: the threads that all
     models of this process work with from now on; None leaves them as they are, at first one a core.
 
-    On a terminal stderr shows how far a preset's weights are made.
+    progress: whether stderr shows how far a preset's weights are made, by tqdm where that is installed; None where it is
+    a terminal. The weights of a checkpoint are mapped, which takes no time to speak of.
+
+    The model is a context manager, which gives a GPU's memory back at the block's end.
 
     Raises FileNotFoundError for a directory or file that is missing, OSError for a download that fails, TypeError for
     arguments of other types, ValueError for a checkpoint that is damaged, is of no
@@ -680,11 +473,14 @@ def load(
                 raise ValueError(f"{name}: expected it with device='cpu' alone, got {value!r} for a GPU")
         _core.check_cuda_device(index)
     sizes = {"slots": 1 if slots is None else slots, "capacity": CAPACITY if capacity is None else capacity}
-    sizes = {name: integer(name, size, None, _MOST_INT) for name, size in sizes.items()}
+    sizes = {name: integer(name, size, None, MOST_INT) for name, size in sizes.items()}
     if threads is not None:
         _core.set_num_threads(integer("threads", threads))
     path = find_model(path, revision)
-    weights, eos_token_ids = open_weights(path, dtype, for_gpu=index is not None)
+    shown = None if progress is None else flag("progress", progress)
+    weights, eos_token_ids = open_weights(path, dtype, for_gpu=index is not None, progress=shown)
+    if layers is not None:
+        weights = weights.first_layers(integer("layers", layers))
     if index is None:
         return Model(weights, path, activation or "float32", eos_token_ids)
     model = on_device(weights, path, eos_token_ids, index, **sizes, impl=impl)
@@ -718,16 +514,18 @@ def find_model(path: str, revision: str | None = None) -> str:
             "a download needs the package huggingface_hub, which is missing: pip install huggingface_hub"
         ) from None
     try:
-        return str(snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+        return str(snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:  # the hub's own errors, and those of its connection
         raise OSError(f"{path}: the download failed: {' '.join(str(error).split())}") from None
 
 
-def open_weights(path: str, dtype: object = None, *, for_gpu: bool = False) -> tuple[_core.Weights, list[int]]:
+def open_weights(
+    path: str, dtype: object = None, *, for_gpu: bool = False, progress: bool | None = None
+) -> tuple[_core.Weights, list[int]]:
     """The weights of a checkpoint or of a preset, and the ids that end a text. Raises what :func:`load` raises."""
     if path in _core.presets() and not os.path.isdir(path):
-        with Progress(f"making the weights of {path}") as progress:
-            weights = _core.Weights.preset(path, "float16" if dtype is None else dtype_name(dtype), 0, progress.set)
+        with Progress(f"making the weights of {path}", progress) as bar:
+            weights = _core.Weights.preset(path, "float16" if dtype is None else dtype_name(dtype), 0, bar.set)
         _LOGGER.warning("cf_ops: %s", weights.notes[0])
         return weights, []
     if dtype is not None:

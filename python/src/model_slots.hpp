@@ -70,7 +70,7 @@ class ModelSlots {
   bool is_open();
 
   /// Checks runs whose sequences are numbers of these slots, and returns them with the runner's numbers. Errors name
-  /// the former.
+  /// the numbers that the caller gave.
   Result<std::vector<Run>> runs_of(const ModelRunner& runner, std::span<const Run> runs) const;
 
  private:

@@ -12,7 +12,8 @@
 namespace cf::python {
 
 /// Gives the calling thread's parallel work the number of threads that set_num_threads() chose. OpenMP keeps that
-/// number for each thread by itself. Refuses what cpu_ref::start_threads() refuses of OMP_NUM_THREADS and OMP_STACKSIZE.
+/// number for each thread by itself. Refuses what cpu_ref::start_threads() refuses of OMP_NUM_THREADS and
+/// OMP_STACKSIZE.
 Status use_threads();
 
 /// Adds set_num_threads(), num_threads() and instruction_set() to the module.

@@ -213,8 +213,8 @@ TEST_CASE("cf-model eval on the GPU: 16 bits are no further from float64 than Hu
 
 TEST_CASE("cf-model eval on the GPU: trained models are no further from float64 than Hugging Face on held-out text",
           "[gpu][cf-model]") {
-  // The models are those of golden/tools/train_small.py and their GPTQ twins. Each bound is Hugging Face's distance from
-  // float64 on the same ids: the run float16:eager of golden/tools/eval_hf.py.
+  // The models are those of golden/tools/train_small.py and their GPTQ twins. Each bound is Hugging Face's distance
+  // from float64 on the same ids: the run float16:eager of golden/tools/eval_hf.py.
   struct Trained {
     const char* name;
     double kl, rel_l2;

@@ -382,7 +382,7 @@ TEST_CASE("gptq: the config is found where it may be, and what differs is noted"
   std::filesystem::remove(dir / "quantize_config.json");
   write_file(dir / "config.json", with(inner));
   CHECK(load_layer(dir.path()).status().message() == "");
-  // In quant_config.json, the same as in config.json; then another format there.
+  // quant_config.json says the same as config.json; then config.json names another format.
   write_file(dir / "quant_config.json", inner);
   CHECK(load_layer(dir.path())->notes.empty());
   write_file(dir / "config.json", with(replaced(inner, "gptq_v2", "gptq")));

@@ -43,8 +43,7 @@ struct Tiny {
     spec = m;
     weights = std::make_shared<OwnedModelWeights>(procedural_model(spec, DType::f16, 7));
   }
-  std::unique_ptr<Model> model(Model::Options options) const {
-    options.activation = DType::f64;
+  std::unique_ptr<Model> model(const Model::Options& options) const {
     return taken(Model::create(spec, weights->weights, weights, options));
   }
 };
@@ -68,7 +67,8 @@ TEST_CASE("Prompts are read in pieces beside running sequences, whose ids are th
   std::vector<Ids> expected;
   for (std::int64_t step_tokens : {0, 1, 2, 7, 16, 64}) {
     CAPTURE(step_tokens);
-    Decoder d(tiny.model({.slots = 3, .capacity = 64, .chunk = 16}), {.step_tokens = step_tokens});
+    Decoder d(tiny.model({.slots = 3, .capacity = 64, .chunk = 16, .activation = DType::f64}),
+              {.step_tokens = step_tokens});
     for (std::size_t i = 0; i < lengths.size(); ++i) {
       taken(d.add(ids_of(lengths[i], i), sampled(i, 12)));
       taken(d.decode(2));
@@ -123,4 +123,43 @@ TEST_CASE("A fork is given what its tokens as a prompt are given, also without p
   CHECK(refused(d.fork(first, {}, 0), "tokens: expected 1 to 17 of sequence 0, got 0") == "");
   CHECK(refused(d.fork(99), "sequence 99 is unknown or was dropped") == "");
   CHECK(refused(d.fork(first, {.stop = {37}}), "stop[0]: expected an id of 0 to 36, got 37") == "");
+}
+
+TEST_CASE("With invariant a token's bits do not depend on its step", "[schedules]") {
+  const Tiny tiny;
+  const Ids ids = ids_of(40, 3);
+  const auto bits_after = [&](Model& model, std::int64_t piece) {
+    for (std::int64_t first = 0; first < 40; first += piece)
+      REQUIRE(model.prefill(1, first,
+                            std::span(ids).subspan(std::size_t(first), std::size_t(std::min(piece, 40 - first)))));
+    const Tensor logits = taken(model.logits(1));
+    return std::string(static_cast<const char*>(logits.data()), logits.size_bytes());
+  };
+  const auto expected = bits_after(*tiny.model({.slots = 2, .capacity = 64, .invariant = true}), 40);
+  for (std::int64_t chunk : {1, 5, 16, 64})
+    for (std::int64_t piece : {1, 7, 9, 20, 40}) {
+      CAPTURE(chunk, piece);
+      CHECK(bits_after(*tiny.model({.slots = 2, .capacity = 64, .chunk = chunk, .invariant = true}), piece) ==
+            expected);
+    }
+  // Beside other prompts and tokens, in one step.
+  const auto model = tiny.model({.slots = 40, .capacity = 64, .chunk = 512, .invariant = true});
+  std::vector<Run> runs;
+  Ids fed;
+  for (std::int64_t slot = 2; slot < 40; ++slot) {
+    REQUIRE(model->prefill(slot, 0, ids_of(slot, 5)));
+    runs.push_back({.sequence = slot, .first_position = slot, .count = 1 + slot % 3});
+    for (std::int64_t i = 0; i < runs.back().count; ++i) fed.push_back(std::int32_t(slot % 37));
+  }
+  runs.insert(runs.begin() + 7, {.sequence = 1, .first_position = 0, .count = 40});
+  std::int64_t before = 0;
+  for (int i = 0; i < 7; ++i) before += runs[std::size_t(i)].count;
+  fed.insert(fed.begin() + before, ids.begin(), ids.end());
+  REQUIRE(model->run(runs, fed, {}));
+  const Tensor logits = taken(model->logits(1));
+  CHECK(std::string(static_cast<const char*>(logits.data()), logits.size_bytes()) == expected);
+  CHECK(refusal_fault(
+            Model::create(tiny.spec, tiny.weights->weights, tiny.weights, {.activation = DType::f64, .invariant = true})
+                .status(),
+            Code::invalid_argument, {"model: invariant: expected activations of float32, got float64"}) == "");
 }

@@ -43,13 +43,13 @@ constexpr cuda::AttentionPlan decode_plan(std::int64_t batch, std::int64_t heads
 // One query a head of Pythia-2.8B.
 static_assert(decode_plan(1, 32, 32, 80, 2048).splits == 4);
 static_assert(decode_plan(1, 32, 32, 80, 128).splits == 1);
-static_assert(decode_plan(1, 32, 32, 80, 128).share_heads == 1);
+static_assert(decode_plan(1, 32, 32, 80, 128).gqa_heads == 1);
 // Sixteen sequences fill the device without splits.
 static_assert(decode_plan(16, 32, 32, 80, 2048).splits == 1);
-// Seven heads a group, and sixteen, which have two shares. Float32 has no shares.
-static_assert(decode_plan(1, 14, 2, 128, 2048).share_heads == 7);
-static_assert(decode_plan(1, 16, 1, 128, 2048).share_heads == 8);
-static_assert(decode_plan(1, 16, 1, 128, 2048, DType::f32).share_heads == 1);
+// A group of seven heads is one GQA tile, and one of sixteen is two. In float32 each head attends by itself.
+static_assert(decode_plan(1, 14, 2, 128, 2048).gqa_heads == 7);
+static_assert(decode_plan(1, 16, 1, 128, 2048).gqa_heads == 8);
+static_assert(decode_plan(1, 16, 1, 128, 2048, DType::f32).gqa_heads == 1);
 
 /// Heads and kv_heads of groups of 1, 2, 3, 4, 7, 8 and 16.
 const std::vector<std::pair<std::int64_t, std::int64_t>> kGroups{{3, 3},  {4, 2},  {6, 2}, {4, 1},
@@ -211,7 +211,7 @@ TEST_CASE("attention on the GPU: decoding of grouped query heads at every bounda
   }
 }
 
-TEST_CASE("attention on the GPU: so many shares that keys are not split, or split unevenly",
+TEST_CASE("attention on the GPU: so many GQA tiles that keys are not split, or split unevenly",
           "[gpu][attention][grouped]") {
   for (auto [heads, kv_heads] : {std::pair<std::int64_t, std::int64_t>{96, 24}, {200, 100}, {147, 21}})
     for (std::int64_t kv_len : {65, 130, 321})

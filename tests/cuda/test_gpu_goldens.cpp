@@ -136,7 +136,7 @@ TEST_CASE("Every whole model's golden file: the GPU's taps and logits are float6
         CAPTURE(r.tap, r.worst, r.error.rel_l2, r.budget);
         CHECK(r.ok());
         CHECK(r.dtype == dtype);
-        // Of 16 bits the bound is little more than a store a site: no fault hides in what the sums are allowed.
+        // In 16 bits the bound is little more than one rounding a site: the sums' share of it hides no fault.
         const std::size_t stores = names_of(file->meta().config).sites().size() * weights->weights.layers.size() + 3;
         if (size_bytes(dtype) == 2) CHECK(r.budget < double(stores) * unit_roundoff(dtype));
       }

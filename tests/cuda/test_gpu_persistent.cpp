@@ -155,9 +155,9 @@ TEST_CASE("persistent: every tap of a layer is the oracle's within its budget", 
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
   const DType dtype = GENERATE(DType::f16, DType::bf16);
   const bool parallel = GENERATE(true, false);
-  for (const ModelConfig& shape : {model_of(4, 32, 8, 96), model_of(4, 64, 16, 512), model_of(3, 80, 20, 200),
-                                   model_of(4, 96, 24, 1536), model_of(2, 128, 128, 1000), model_of(2, 256, 64, 4096),
-                                   model_of(3, 8, 2, 24)})
+  for (const ModelConfig& shape :
+       {model_of(4, 32, 8, 96), model_of(4, 64, 16, 512), model_of(3, 80, 20, 200), model_of(4, 96, 24, 1536),
+        model_of(2, 128, 128, 1000), model_of(2, 256, 64, 4096), model_of(3, 8, 2, 24)})
     for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 1}, {1, 2}, {1, 290}, {3, 17}, {8, 290}}) {
       ModelConfig m = shape;
       m.dtype = dtype;
@@ -356,8 +356,8 @@ TEST_CASE("persistent: heads that share their keys attend to each key, at the en
     std::int64_t heads, kv_heads, head_dim;
     int gqa_heads;
   };
-  // Shares of 2, 3, 7 and 8 heads; two shares of a group, of 8 and of 6 heads; a group of which no two heads fit into a
-  // share; heads that are too wide for shares.
+  // GQA tiles of 2, 3, 7 and 8 heads; two tiles of a group, of 8 and of 6 heads; a group of which no two heads fit into
+  // a tile; heads that are too wide for tiles.
   for (const Heads& h :
        {Heads{16, 8, 64, 2}, Heads{24, 8, 64, 3}, Heads{7, 1, 80, 7}, Heads{21, 3, 64, 7}, Heads{8, 1, 128, 8},
         Heads{32, 2, 64, 8}, Heads{12, 1, 128, 6}, Heads{11, 1, 64, 1}, Heads{2, 1, 256, 1}}) {
@@ -380,7 +380,7 @@ TEST_CASE("persistent: heads that share their keys attend to each key, at the en
     // Keys that are just not split, and just are; as many splits as the plan allows, some of them without keys.
     for (int kv_len : {5, 128, 129, 289}) check(one, kv_len, {});
     check(many_keys, 4100, {});
-    // With few splits a warp has several tiles, a split several stages, and a block merges several heads of a share.
+    // With few splits a warp has several tiles, a split several stages, and a block merges several heads of a GQA tile.
     for (int splits : {1, 2, 3})
       for (int kv_len : {15, 97, 289}) check(one, kv_len, {.attention_splits = splits});
     check(one, 289, {.attention_splits = 2, .tile_products = true});

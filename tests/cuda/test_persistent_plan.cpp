@@ -54,9 +54,9 @@ std::string sums_fault(const PersistentDims& d, const PersistentPlan& p) {
 std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, const PersistentLayout& l,
                             bool parallel_residual) {
   const int heads = p.gqa_heads, floats = partial_floats(d.head_dim);
-  if (heads < 1 || heads > kMaxShareHeads || d.group != p.group_gqa_tiles * heads || p.gqa_tiles * heads != d.heads)
-    return "shares";
-  if (heads > 1 && d.head_dim > kMaxGqaHeadDim) return "shares of wide heads";
+  if (heads < 1 || heads > kMaxGqaHeads || d.group != p.group_gqa_tiles * heads || p.gqa_tiles * heads != d.heads)
+    return "GQA tiles";
+  if (heads > 1 && d.head_dim > kMaxGqaHeadDim) return "GQA tiles of wide heads";
   if (p.attention_splits < 1 || p.attention_splits > 32) return "splits";
   const bool own_place = p.partials_in == PartialsIn::own;
   if (p.partials_in == PartialsIn::mlp_x && (parallel_residual || p.act_in_registers))
@@ -73,7 +73,7 @@ std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, co
   const int new_token_bytes = (heads * query_stride(d.head_dim, heads) + 2 * d.head_dim) * 2;
   if ((own_place ? l.warp_values : l.moments) - l.new_token < new_token_bytes) return "new token";
   if (l.gathered - l.warp_values < kConsumerWarps * heads * values_stride(d.head_dim, heads) * 4) return "values";
-  // Every head of a share is merged by one split's block, which has a place for each that it merges.
+  // Every head of a GQA tile is merged by one split's block, which has a place for each that it merges.
   int most = 0;
   for (int splits = 1; splits <= p.attention_splits; ++splits) {
     int merged = 0;
@@ -396,11 +396,11 @@ TEST_CASE("persistent: the query heads of a kv head share its keys, and more spl
                             {32, 8, 64, 4, 16, 2},
                             {16, 2, 64, 8, 32, 8},
                             {16, 8, 64, 2, 16, 2},
-                            // Groups of more heads than a share takes make up several shares, or none.
+                            // Groups of more heads than a GQA tile takes make up several tiles, or none.
                             {16, 1, 128, 8, 32, 8},
                             {24, 2, 128, 6, 32, 4},
                             {11, 1, 64, 1, 12, 1},
-                            // Wide heads have no shares, nor have groups of one.
+                            // Wide heads have no GQA tiles, nor have groups of one.
                             {8, 2, 256, 1, 7, 2},
                             {32, 32, 128, 1, 4, 1}}) {
     CAPTURE(e.heads, e.kv_heads, e.head_dim);
@@ -416,7 +416,7 @@ TEST_CASE("persistent: the query heads of a kv head share its keys, and more spl
       CHECK(fault(kH200, m, batch, *plan) == "");
       CHECK((to_string(*plan).find("the keys of " + std::to_string(e.gqa_heads) + " heads") != std::string::npos) ==
             (e.gqa_heads > 1));
-      // Every number of splits, also fewer than a share has heads.
+      // Every number of splits, also fewer than a GQA tile has heads.
       for (int chosen = 1; chosen <= splits; ++chosen) {
         const auto other = plan_persistent(kH200, persistent_model(m, m.dtype), batch, {.attention_splits = chosen});
         REQUIRE(other);

@@ -98,12 +98,12 @@ ops::Attention::Dims attention_dims(const ModelConfig& m, const Workload& w) {
           .max_kv_len = w.kv_len};
 }
 
-/// The items are the tiles of a share's keys.
+/// The items are the tiles of a GQA tile's keys.
 Launch attention_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
   const int padded = padded_head_dim(m.head_dim()), tile = decode_tile(padded);
   const AttentionPlan plan = attention_plan(arch, attention_dims(m, w), DType::f16);
   const int tiles = int((w.kv_len + tile - 1) / tile);
-  return {.grid = {w.q_len * plan.splits, m.num_attention_heads / plan.share_heads, w.batch},
+  return {.grid = {w.q_len * plan.splits, m.num_attention_heads / plan.gqa_heads, w.batch},
           .threads = 32 * kAttentionWarps,
           .blocks_per_sm = decode_blocks_per_sm(padded),
           .smem_bytes = plan.smem_bytes,
@@ -328,9 +328,9 @@ TEST_CASE("plans hold for prefill and for shapes beyond the suite's", "[plans]")
 TEST_CASE("attention: query heads of a group share keys, and splits and blocks cover them once", "[plans][grouped]") {
   struct Case {
     const char* preset;
-    int share_heads;
+    int gqa_heads;
   };
-  for (const auto& [preset, share_heads] :
+  for (const auto& [preset, gqa_heads] :
        {Case{"llama-3.2-1b", 4}, Case{"llama-3.2-3b", 3}, Case{"llama-3.1-8b", 4}, Case{"qwen2.5-7b", 7}}) {
     const ModelConfig m = *find_preset(preset);
     const std::int64_t group = m.num_attention_heads / m.kv_heads();
@@ -344,10 +344,10 @@ TEST_CASE("attention: query heads of a group share keys, and splits and blocks c
                                 plan_of_f32 = attention_plan(arch, d, DType::f32);
             const std::string found = fault(arch, attention_launch(arch, m, w));
             const bool is_large = kv_len * m.head_dim() > arch.tuning->unshared_elements;
-            const bool shares = plan.share_heads == (is_large ? share_heads : 1) && plan_of_f32.share_heads == 1;
-            if (found.empty() && shares && plan.stages > 0 && plan_of_f32.splits <= plan.splits) continue;
+            const bool as_expected = plan.gqa_heads == (is_large ? gqa_heads : 1) && plan_of_f32.gqa_heads == 1;
+            if (found.empty() && as_expected && plan.stages > 0 && plan_of_f32.splits <= plan.splits) continue;
             FAIL(preset << ", sm_" << arch.compute_capability << ", batch " << batch << ", q_len " << q_len
-                        << ", kv_len " << kv_len << ": " << plan.share_heads << " heads, " << plan.splits << " splits, "
+                        << ", kv_len " << kv_len << ": " << plan.gqa_heads << " heads, " << plan.splits << " splits, "
                         << plan.stages << " stages " << found);
           }
     for (std::int64_t batch : {1, 3})
@@ -359,12 +359,12 @@ TEST_CASE("attention: query heads of a group share keys, and splits and blocks c
   }
 }
 
-TEST_CASE("attention: shares are equal, and of every size and head_dim they fit", "[plans][grouped]") {
+TEST_CASE("attention: GQA tiles are equal, and of every size and head_dim they fit", "[plans][grouped]") {
   for (int group = 1; group <= 128; ++group) {
     INFO("group " << group);
-    const int heads = largest_share(group);
-    CHECK((heads >= 1 && heads <= kMaxShareHeads && group % heads == 0));
-    for (int larger = heads + 1; larger <= kMaxShareHeads; ++larger) CHECK(group % larger != 0);
+    const int heads = gqa_tile_heads(group);
+    CHECK((heads >= 1 && heads <= kMaxGqaHeads && group % heads == 0));
+    for (int larger = heads + 1; larger <= kMaxGqaHeads; ++larger) CHECK(group % larger != 0);
     for (const Arch& arch : {kH200, kRtx5090})
       for (std::int64_t head_dim = 8; head_dim <= kMaxHeadDim; head_dim += 8) {
         const AttentionPlan plan = attention_plan(arch,
@@ -376,19 +376,19 @@ TEST_CASE("attention: shares are equal, and of every size and head_dim they fit"
                                                    .capacity = 4096,
                                                    .max_kv_len = 4096},
                                                   DType::f16);
-        CHECK(plan.share_heads == (4096 * head_dim > arch.tuning->unshared_elements ? heads : 1));
+        CHECK(plan.gqa_heads == (4096 * head_dim > arch.tuning->unshared_elements ? heads : 1));
         CHECK(plan.splits <=
-              (plan.share_heads == 1 || head_dim > 128 ? arch.max_cluster_blocks : arch.largest_cluster_blocks));
+              (plan.gqa_heads == 1 || head_dim > 128 ? arch.max_cluster_blocks : arch.largest_cluster_blocks));
         CHECK(plan.stages >= 1);
         CHECK(plan.smem_bytes <= arch.smem_per_block_bytes);
       }
   }
 }
 
-TEST_CASE("attention: each head of a share is merged once, in an inbox with room for its partial results",
+TEST_CASE("attention: each head of a GQA tile is merged once, in an inbox with room for its partial results",
           "[plans][grouped]") {
-  for (int heads = 1; heads <= kMaxShareHeads; ++heads)
-    for (int used = 2; used <= (heads > 1 ? kMaxShareSplits : kMaxSplits); ++used) {
+  for (int heads = 1; heads <= kMaxGqaHeads; ++heads)
+    for (int used = 2; used <= (heads > 1 ? kMaxGqaSplits : kMaxSplits); ++used) {
       int merged = 0;
       for (int split = 0; split < used; ++split) {
         int own = 0;
@@ -655,7 +655,7 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
   CHECK((up.grid == 214 && up.tiles == 3 && gptq_tiles(up, 640, 213).count == 1));
   fill_places(kH200, 640, kLinearGptqBlocksPerSm, up);
   CHECK((up.grid == 264 && up.tiles == 3 && up.full == 112 && gptq_tiles(up, 640, 112).count == 2));
-  // One block of a cluster finishes up to four elements a thread, and all of them share out more.
+  // Where a cluster's elements are up to four a thread, one of its blocks finishes them; where they are more, all do.
   const auto finishers = [](std::int64_t in, std::int64_t out, std::int64_t tokens) {
     const GptqPlan p = gptq_plan(kH200, {int(out / 16), int((in + 63) / 64), 4, tokens == 1}, tokens, kLinearGptqTurns,
                                  kLinearGptqBlocksPerSm);
@@ -838,7 +838,7 @@ TEST_CASE("a plan prints in one line, with every number that a choice changes", 
   CHECK(to_string(LinearTilesPlan{{false, 160}, 1, 64, 64, 200000}) ==
         "64 clusters, 1 rounds, 1 token groups, 64 feature groups, 160 features a tile, 200000 B of shared memory, "
         "warpgroups share tiles");
-  CHECK(to_string(AttentionPlan{4, 8, 3, 60000}) == "4 heads a share, 8 splits, 3 stages, 60000 B of shared memory");
+  CHECK(to_string(AttentionPlan{4, 8, 3, 60000}) == "4 heads a GQA tile, 8 splits, 3 stages, 60000 B of shared memory");
   CHECK(to_string(WgmmaPlan{2, 5, 70000}) == "5 blocks a kv head, 2 warpgroups, 70000 B of shared memory");
   CHECK(to_string(LayerNormPlan{8, 320}) == "320 threads a row, 8 elements a thread");
   CHECK(to_string(TokenPlan{128, 8}) == "8 blocks a token, 128 threads");

@@ -34,8 +34,8 @@ std::vector<std::string_view> kernels_of(const StepPlan& plan) {
   return kernels;
 }
 
-/// Weights of 16 and of 4 bits: one token with the reasons, and without them more slots and a prompt where their kernels
-/// differ from those before.
+/// Weights of 16 and of 4 bits: one token with the reasons, and without them more slots and a prompt where their
+/// kernels differ from those before.
 std::string text_of(const ModelConfig& m, const NamedArch& gpu) {
   std::string text =
       m.name + " on " + std::string(gpu.name) + ", caches of " + std::to_string(kCapacity) + " entries\n";

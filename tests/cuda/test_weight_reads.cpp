@@ -316,12 +316,12 @@ TEST_CASE("products that normalise their token take the calls that their kernels
 
 TEST_CASE("quantised layers of RMSNorm share all of an SM's memory unless lone heads' clusters are the largest",
           "[plans][model]") {
-  for (const auto& [name, kv_len, shares] : {std::tuple{"llama-3.2-1b", 512, true},
-                                             {"llama-3.2-3b", 512, false},
-                                             {"llama-3.1-8b", 512, true},
-                                             {"llama-3.2-1b", 2048, true},
-                                             {"llama-3.2-3b", 2048, true},
-                                             {"llama-3.1-8b", 2048, true}}) {
+  for (const auto& [name, kv_len, together] : {std::tuple{"llama-3.2-1b", 512, true},
+                                               {"llama-3.2-3b", 512, false},
+                                               {"llama-3.1-8b", 512, true},
+                                               {"llama-3.2-1b", 2048, true},
+                                               {"llama-3.2-3b", 2048, true},
+                                               {"llama-3.1-8b", 2048, true}}) {
     CAPTURE(name, kv_len);
     ModelConfig m = *find_preset(name);
     m.num_hidden_layers = 1;
@@ -329,10 +329,10 @@ TEST_CASE("quantised layers of RMSNorm share all of an SM's memory unless lone h
     const StepPlan planned = graph_of(step, kH200);
     for (const PlannedNode& n : planned.nodes)
       if (const auto* plan = std::any_cast<AttentionPlan>(&n.choice.planned.plan))
-        CHECK((plan->share_heads > 1 || plan->splits < kMaxSplits) == shares);
+        CHECK((plan->gqa_heads > 1 || plan->splits < kMaxSplits) == together);
     for (const PlannedNode& n : planned.nodes) {
-      CHECK(n.mode.shared_percent == (shares ? 100 : 0));
-      CHECK(n.mode.leaves_room == shares);
+      CHECK(n.mode.shared_percent == (together ? 100 : 0));
+      CHECK(n.mode.leaves_room == together);
     }
     CHECK(planned.nodes.size() == 5);
   }

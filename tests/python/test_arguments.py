@@ -203,7 +203,7 @@ def test_a_revision_downloads_what_a_model_needs(
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
     model = cf_ops.load("owner/name", revision="step3000")
     assert model.directory == str(checkpoints / "neox-d80")
-    assert calls == [("owner/name", {"revision": "step3000", "allow_patterns": ["*.json", "*.safetensors"]})]
+    assert calls == [("owner/name", {"revision": "step3000", "allow_patterns": ["*.json", "*.safetensors", "*.jinja"]})]
     with pytest.raises(OSError) as failed:
         cf_ops.load("owner/name", revision="gone")
     assert plain_line(failed.value) == "owner/name: the download failed: 404 Revision Not Found"
@@ -219,6 +219,7 @@ def test_a_revision_downloads_what_a_model_needs(
 def test_progress_is_for_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, terminal = pty.openpty()
     monkeypatch.setattr("cf_ops._progress._AFTER_S", 0.0)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
     with os.fdopen(terminal, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
         with Progress("scoring") as progress:
@@ -235,6 +236,41 @@ def test_progress_is_for_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> No
         assert no_terminal is None or no_terminal.getvalue() == ""
 
 
+def test_progress_is_a_bar_of_tqdm_where_it_is_installed_and_shown_or_not_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cf_ops._progress._AFTER_S", 0.0)
+    bars: list[Any] = []
+
+    class Bar:
+        n = 0
+
+        def __init__(self, **options: Any) -> None:
+            self.options, self.steps, self.is_open = options, [], True
+            bars.append(self)
+
+        def refresh(self) -> None:
+            self.steps.append(self.n)
+
+        def close(self) -> None:
+            self.is_open = False
+
+    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
+    for shown, expected in ((True, [0, 25, 50]), (False, None), (None, None)):  # stderr is no terminal here
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        with Progress("scoring", shown) as progress:
+            for done in (0, 1, 1, 2):
+                progress.set(done, 4)
+        steps = [bar.steps for bar in bars]
+        assert steps == ([] if expected is None else [expected])
+        assert all(bar.options["desc"] == "scoring" and not bar.is_open for bar in bars)
+        bars.clear()
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with Progress("scoring", True) as progress:
+        progress.set(1, 2)
+    assert "scoring [" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
 def test_long_work_tells_its_progress(checkpoints: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, list[tuple[int, int]]] = {}
 
@@ -243,11 +279,13 @@ def test_long_work_tells_its_progress(checkpoints: pathlib.Path, monkeypatch: py
             told.setdefault(self._label, []).append((done, total))
 
     monkeypatch.setattr("cf_ops.model.Progress", Told)
+    monkeypatch.setattr("cf_ops._score.Progress", Told)
     cf_ops.load("pythia-14m")
     model = cf_ops.load(checkpoints / "neox-d80")
     model.generate_batch([[1, 2], [3], [4]], max_new_tokens=6, stop=(), slots=2)
     model.perplexity(list(range(100)), context=10)
-    assert set(told) == {"making the weights of pythia-14m", "continuing 3 prompts", "scoring"}
+    model.score([list(range(9 + i)) for i in range(6)])
+    assert set(told) == {"making the weights of pythia-14m", "continuing 3 prompts", "scoring", "scoring 6 prompts"}
     for steps in told.values():
         done, totals = [d for d, _ in steps], {t for _, t in steps}
         assert len(steps) >= 6 and done == sorted(done) and totals == {done[-1]}

@@ -81,7 +81,7 @@ def test_reports_never_replace_inputs(tmp_path: pathlib.Path, checkpoints: pathl
     ended = run("--prompts-file", text, "--json", text)
     assert ended.returncode == 2 and "as for --prompts-file" in ended.stderr
     assert weights.read_bytes() == before and text.read_text() == "a\n"
-    # What is no input is written, by names of up to 255 bytes, and keeps its mode.
+    # A report that is no input is written: its name may have 255 bytes, and a file that was there keeps its mode.
     report = tmp_path / ("x" * 255)
     assert run("--prompt-ids", "1,2", "--json", report).returncode == 0
     report.chmod(0o600)

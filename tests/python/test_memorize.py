@@ -129,7 +129,12 @@ def test_an_interrupted_run_goes_on(
     if name == "out.csv":
         with open(tmp_path / name, "a", encoding="ascii") as file:
             file.write("25,0.")  # a line that was cut
-    monkeypatch.setattr(_memorize._Work, "_begin", lambda work, place: (begun.append(place), begin(work, place))[1])
+
+    def noted(work: Any, place: int) -> None:
+        begun.append(place)
+        begin(work, place)
+
+    monkeypatch.setattr(_memorize._Work, "_begin", noted)
     made = cf_ops.memorize(model, rows, slots=5, out=tmp_path / name)
     assert begun == [*range(26), *range(25, 40)]  # one that ends gives its slot to the next, here all five at once
     assert (made.equal == expected.equal).all() and (made.prefix == expected.prefix).all()

@@ -34,7 +34,7 @@ def test_the_description_is_cmakes() -> None:
 
 def test_the_metadata_says_what_an_index_shows() -> None:
     metadata = importlib.metadata.metadata("cf-ops")
-    assert {"hf", "lm-eval", "test", "text"} == set(metadata.get_all("Provides-Extra") or ())
+    assert {"hf", "lm-eval", "serve", "test", "text"} == set(metadata.get_all("Provides-Extra") or ())
     assert metadata["Author"] in (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert "Programming Language :: Python :: 3.10" in (metadata.get_all("Classifier") or ())
     home = dict(url.split(", ") for url in metadata.get_all("Project-URL") or ())

@@ -21,9 +21,17 @@ def blocks(path: Path, language: str) -> list[str]:
 
 @pytest.fixture
 def folder(root: Path, tmp_path: Path) -> Path:
-    """A clone as its readers have it: with a checkpoint that they have downloaded."""
+    """A clone as its readers have it: with two checkpoints that they have downloaded, and ids that they have encoded."""
     (tmp_path / "data").symlink_to(root / "data")
-    (tmp_path / "pythia-70m-step3000").symlink_to(root / "data" / "checkpoints" / "stdlib-4m")
+    trained = root / "data" / "checkpoints" / "stdlib-4m"
+    (tmp_path / "pythia-70m-step3000").symlink_to(trained)
+    (tmp_path / "held_out.npy").symlink_to(trained / "held_out.npy")
+    earlier = tmp_path / "pythia-70m-step1000"
+    earlier.mkdir()
+    (earlier / "config.json").symlink_to(trained / "config.json")
+    weights = bytearray((trained / "model.safetensors").read_bytes())
+    np.frombuffer(weights, "<f2", offset=8 + int.from_bytes(weights[:8], "little"))[:] *= np.float16(0.875)
+    (earlier / "model.safetensors").write_bytes(weights)
     return tmp_path
 
 
@@ -41,7 +49,8 @@ def test_the_python_runs(name: str, root: Path, folder: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("name", READMES)
 def test_the_commands_run(name: str, root: Path, folder: Path) -> None:
-    lines = [line.partition("  #")[0] for block in blocks(root / name, "sh") for line in block.splitlines()]
+    texts = [block.replace("\\\n", " ") for block in blocks(root / name, "sh")]
+    lines = [line.partition("  #")[0] for text in texts for line in text.splitlines()]
     commands = [shlex.split(line) for line in lines if re.match(r"python3 -m cf_ops( |$)", line)]
     assert commands
     np.save(folder / "ids.npy", np.arange(1, 100, dtype=np.int32))

@@ -9,6 +9,8 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 
 import cf_ops
-from cf_ops import _safetensors, _sweep
+from cf_ops import _core, _safetensors, _sweep
 
 Change = Callable[[dict[str, np.ndarray[Any, Any]]], None]
 IDS = (np.arange(1, 81) * 37 % 128).astype(np.int32)
@@ -69,6 +71,80 @@ def test_each_revision_is_measured(revision: Callable[..., pathlib.Path], tmp_pa
     table = list(csv.DictReader((tmp_path / "table.csv").open()))
     assert [row["step"] for row in table] == ["8", "0", "4"]
     assert [float(row["ppl"]) for row in table] == [r.metrics["ppl"] for r in made.revisions]
+
+
+def test_the_next_revision_is_read_while_one_is_measured(
+    revision: Callable[..., pathlib.Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directories = [str(revision(step)) for step in (0, 1, 2)]
+    read, begun = _sweep._Loads.read, {name: threading.Event() for name in directories}
+
+    def noted(loads: Any, row: _sweep.Revision) -> Any:
+        begun[row.name].set()
+        return read(loads, row)
+
+    def metric(model: cf_ops.Model) -> float:
+        following = directories[directories.index(model.directory) + 1 :][:1]
+        assert all(begun[name].wait(30) for name in following)
+        assert not any(begun[name].is_set() for name in directories[directories.index(model.directory) + 2 :])
+        return len(following)
+
+    monkeypatch.setattr(_sweep._Loads, "read", noted)
+    made = cf_ops.sweep(directories, {"next": metric})
+    assert [r.metrics["next"] for r in made.revisions] == [1, 1, 0]
+
+
+def test_revisions_of_the_hub(revision: Callable[..., pathlib.Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def snapshot_download(name: str, *, revision: str, allow_patterns: list[str]) -> str:
+        asked.append((name, revision))
+        if revision == "step2":
+            raise RuntimeError("no such\nrevision")
+        return str(directory)
+
+    directory = revision(0)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
+    made = cf_ops.sweep(["step1", "step2"], {"ppl": ppl}, model="someone/a-model")
+    assert asked == [("someone/a-model", "step1"), ("someone/a-model", "step2")]
+    first, second = made.revisions
+    assert (first.name, first.step, first.directory, first.error) == ("step1", 1, str(directory), None)
+    assert second.error == "someone/a-model: the download failed: no such revision" and second.metrics == {}
+
+
+def test_on_a_gpu_one_revision_at_a_time_has_memory(
+    revision: Callable[..., pathlib.Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Any] = []
+
+    class OnDevice:
+        def __init__(self, weights: Any, path: str, eos_token_ids: Any, device: int, **options: Any) -> None:
+            self.step = pathlib.Path(path).name
+            assert eos_token_ids == [0] and options == {"slots": 4, "capacity": 99, "impl": "graph"}
+            events.append(("made", self.step, device))
+
+        def close(self) -> None:
+            events.append(("closed", self.step))
+
+    monkeypatch.setattr(_sweep, "on_device", OnDevice)
+    monkeypatch.setattr(_core, "check_cuda_device", lambda index: events.append(("asked for", index)))
+    options: dict[str, Any] = {"device": "cuda:1", "slots": 4, "capacity": 99, "impl": "graph"}
+
+    def metric(model: cf_ops.Model) -> float:
+        events.append("ran")
+        return 1
+
+    cf_ops.sweep([revision(0), revision(1)], {"m": metric}, **options)
+    first, second = (("made", f"model-step{i}", 1) for i in (0, 1))
+    assert events == [
+        ("asked for", 1),
+        first,
+        "ran",
+        ("closed", "model-step0"),
+        second,
+        "ran",
+        ("closed", "model-step1"),
+    ]
 
 
 def test_a_corrupted_revision_and_a_copy_are_named(revision: Callable[..., pathlib.Path]) -> None:
@@ -190,7 +266,7 @@ def test_surprisal_is_what_perplexity_means(checkpoints: pathlib.Path) -> None:
 
 
 def test_a_plot_has_the_metrics(revision: Callable[..., pathlib.Path], tmp_path: pathlib.Path) -> None:
-    made = cf_ops.sweep([revision(0), revision(1)], {"one": lambda m: 1.0, "two": lambda m: 2.0})
+    made = cf_ops.sweep([revision(0), revision(1)], {"one": lambda m: 1.0, "two": lambda m: {"": 2.0, "error": 0.1}})
     if "matplotlib" not in sys.modules and not _has_matplotlib():
         with pytest.raises(ImportError, match="pip install matplotlib"):
             made.plot(tmp_path / "plot.svg")
@@ -227,7 +303,8 @@ def test_the_command(revision: Callable[..., pathlib.Path], tmp_path: pathlib.Pa
     table = list(csv.DictReader((tmp_path / "table.csv").open()))
     nats = np.loadtxt(tmp_path / "nats" / "model-step2.csv", delimiter=",", skiprows=1)
     assert (nats[:, 1] == IDS).all() and np.nanmean(nats[:, 2]) == pytest.approx(float(table[1]["surprisal.mean"]))
-    assert float(table[1]["surprisal.mean"]) == pytest.approx(float(table[1]["perplexity.nll"]))
+    assert math.exp(float(table[1]["surprisal.mean"])) == pytest.approx(float(table[1]["perplexity"]))
+    assert float(table[1]["perplexity.error"]) > 0
     assert float(table[0]["layers"]) == 2 and 0 <= float(table[0]["memorization.accuracy"]) <= 1
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["faults"] == [{"revision": "model-step4", "what": "all tensors are those of model-step2"}]

@@ -11,21 +11,20 @@ constexpr int kDecodeThreads = 32 * kAttentionWarps;
 // The threads of a block of the float32 kernel, and how many keys each of its groups loads at once.
 constexpr int kThreads = 256, kKeysAtOnce = 4;
 
-/// A block attends with one query of each head of a share to one split of their keys. The blocks of a share's splits
+/// A block attends with one query of each head of a GQA tile to one split of their keys. The blocks of a tile's splits
 /// form a cluster. The copy engine fills a ring of tiles, and each warp attends to a part of a tile's keys. The warps
 /// wait for each other before a tile is overwritten. At the end the warps' partial results are merged in order, and
 /// then those of the splits. With `after_waiting` the block copies its first tiles, but for the newest key, before it
-/// waits for its predecessors: LaunchMode::after_waiting. Without Shared a share is a lone head. That kernel has no
+/// waits for its predecessors: LaunchMode::after_waiting. Without Shared a GQA tile is a lone head. That kernel has no
 /// code for several heads, which makes layers slower (kH200Tuning).
 template <class T, int HeadDim, bool Shared>
 __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
-    decode_kernel(const __grid_constant__ AttentionCall c, int share_heads, int splits, int stages,
-                  bool after_waiting) {
+    decode_kernel(const __grid_constant__ AttentionCall c, int gqa_heads, int splits, int stages, bool after_waiting) {
   constexpr int warp_keys = keys_at_once(HeadDim), tile_keys = decode_tile(HeadDim);
   constexpr int stage = tile_bytes(tile_keys, HeadDim) / int(sizeof(T));
   extern __shared__ __align__(16) unsigned char smem[];
   __shared__ std::uint64_t arrived, full[kMaxStages];
-  const int heads = Shared ? share_heads : 1;
+  const int heads = Shared ? gqa_heads : 1;
   float *const sent = reinterpret_cast<float*>(smem), *const behind = sent + inbox_parts(heads) * part_floats(HeadDim);
   T* const ring = reinterpret_cast<T*>(behind + (Shared ? 0 : kAttentionWarps * part_floats(HeadDim)));
   float* const parts = Shared ? reinterpret_cast<float*>(ring) : behind;
@@ -65,7 +64,7 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
   }
   newest = -1;  // the tiles that follow are copied whole
 
-  // Row g of the operand is head g of the share. A lone head is every row.
+  // Row g of the operand is head g of the GQA tile. A lone head is every row.
   const int g = Shared ? lane / 4 : 0;
   AttentionRows<T, HeadDim, tile_keys, warp_keys, 1> rows(c.head_dim, [&](int, int) {
     return g < heads ? static_cast<const T*>(c.q) + c.query(b, i, first_head + g) : nullptr;
@@ -101,7 +100,7 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
                                                             rows.values[0][n][1] + rows.values[0][n][3]};
   T* const y = static_cast<T*>(c.y) + c.query(b, i, first_head);
   if constexpr (Shared)
-    finish_share(parts, kAttentionWarps, heads, sent, inbox, split, own.used, c.head_dim, y);
+    finish_gqa_tile(parts, kAttentionWarps, heads, sent, inbox, split, own.used, c.head_dim, y);
   else
     finish_attention(parts, kAttentionWarps, sent, inbox, split, own.used, c.head_dim, y);
 }
@@ -226,7 +225,7 @@ Status launch_attention_f32(const ops::Attention::Args& a, const FloatAttentionP
 Status launch_attention_decode(const ops::Attention::Args& a, const AttentionPlan& plan, LaunchList& launches) {
   const auto d = ops::Attention::dims(a);
   const LaunchShape shape{
-      .grid = dim3(unsigned(d.q_len * plan.splits), unsigned(d.heads / plan.share_heads), unsigned(d.batch)),
+      .grid = dim3(unsigned(d.q_len * plan.splits), unsigned(d.heads / plan.gqa_heads), unsigned(d.batch)),
       .block = kDecodeThreads,
       .smem_bytes = std::size_t(plan.smem_bytes),
       .cluster_blocks = plan.splits};
@@ -236,8 +235,8 @@ Status launch_attention_decode(const ops::Attention::Args& a, const AttentionPla
     using T = decltype(zero);
     const int head_dim = int(d.head_dim);
     const auto kernel =
-        plan.share_heads > 1 ? decode_kernel_for<T, true>(head_dim) : decode_kernel_for<T, false>(head_dim);
-    return launch(ops::Attention::name, launches, shape, kernel, attention_call(a), plan.share_heads, plan.splits,
+        plan.gqa_heads > 1 ? decode_kernel_for<T, true>(head_dim) : decode_kernel_for<T, false>(head_dim);
+    return launch(ops::Attention::name, launches, shape, kernel, attention_call(a), plan.gqa_heads, plan.splits,
                   plan.stages, after_waiting);
   };
   return a.q.dtype == DType::f16 ? add(f16{}) : add(bf16{});

@@ -290,12 +290,12 @@ __device__ void for_each_vector(int heads, int vectors, F f) {
   }
 }
 
-/// finish_attention() for the `heads` heads of a share. `parts` are `count` partial results of the first head, then
+/// finish_attention() for the `heads` heads of a GQA tile. `parts` are `count` partial results of the first head, then
 /// those of the next. The sums of head h meet in the block of split h % used, which stores the head's y. `sent` has
 /// room for inbox_parts() partial results.
 template <class T>
-__device__ void finish_share(const float* parts, int count, int heads, float* sent, ClusterInbox& inbox, int split,
-                             int used, int head_dim, T* y) {
+__device__ void finish_gqa_tile(const float* parts, int count, int heads, float* sent, ClusterInbox& inbox, int split,
+                                int used, int head_dim, T* y) {
   constexpr int vec = 4;
   const int vectors = head_dim / vec, stride = part_floats(head_dim);
   int own = 0;  // heads that this block stores

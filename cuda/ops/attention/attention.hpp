@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "core/ops/attention.hpp"
-#include "cuda/device/share.hpp"
+#include "cuda/device/gqa_tile.hpp"
 #include "cuda/ops/kernel.hpp"
 #include "cuda/runtime/arch.hpp"
 #include "cuda/runtime/plan_text.hpp"
@@ -12,10 +12,10 @@
 namespace cf::cuda {
 
 inline constexpr int kMaxHeadDim = 256;
-inline constexpr int kAttentionWarps = 4;   // of a block
-inline constexpr int kMaxStages = 3;        // tiles of a block's ring
-inline constexpr int kMaxSplits = 8;        // splits of a lone head's keys: the blocks of a portable cluster
-inline constexpr int kMaxShareSplits = 16;  // splits of a larger share's keys
+inline constexpr int kAttentionWarps = 4;  // of a block
+inline constexpr int kMaxStages = 3;       // tiles of a block's ring
+inline constexpr int kMaxSplits = 8;       // splits of a lone head's keys: the blocks of a portable cluster
+inline constexpr int kMaxGqaSplits = 16;   // splits of the keys of a GQA tile with several heads
 
 /// The query heads that read one kv head, by their number. Divisions by it are a product and a shift. With a division
 /// the compiler gives the float32 kernel 72 registers instead of 100 and keeps fewer loads in flight.
@@ -69,8 +69,8 @@ constexpr int prefill_smem_bytes(int padded_head_dim) {
   return kPrefillStages * tile_bytes(prefill_tile(padded_head_dim), padded_head_dim);
 }
 
-/// Whether a prefill kernel is faster than the decode kernel, which gives each query of a share blocks of its own. The
-/// heads of a group do not count.
+/// Whether a prefill kernel is faster than the decode kernel, which gives each query of a GQA tile blocks of its own.
+/// The heads of a group do not count.
 constexpr bool prefill_pays(const Arch& arch, std::int64_t q_len) { return q_len >= arch.tuning->prefill_queries; }
 
 /// The prefill on Hopper's tensor cores. A warpgroup attends with kWgmmaQueryRows rows to kWgmmaKeys keys at once.
@@ -128,16 +128,16 @@ constexpr int part_floats(int head_dim) { return head_dim + 4; }
 
 /// How decode attention divides its work. The kernel computes the same with any plan, to rounding.
 struct AttentionPlan {
-  int share_heads;  // query heads of a share, which attend together to keys that are loaded once; divides the group
-  int splits;       // of a share's keys: 1, 2, 4, 8 or 16 blocks, which form one cluster
-  int stages;       // tiles of keys and values of a block's ring
-  int smem_bytes;   // of a block
+  int gqa_heads;   // query heads of a GQA tile, which attend together to keys that are loaded once; divides the group
+  int splits;      // of a GQA tile's keys: 1, 2, 4, 8 or 16 blocks, which form one cluster
+  int stages;      // tiles of keys and values of a block's ring
+  int smem_bytes;  // of a block
 
   bool operator==(const AttentionPlan&) const = default;
 };
 
 inline std::string to_string(const AttentionPlan& p) {
-  return plan_text({{p.share_heads, "heads a share"},
+  return plan_text({{p.gqa_heads, "heads a GQA tile"},
                     {p.splits, "splits"},
                     {p.stages, "stages"},
                     {p.smem_bytes, "B of shared memory"}});
@@ -146,53 +146,52 @@ inline std::string to_string(const AttentionPlan& p) {
 /// Blocks that the plan expects on an SM. Heads above 128 elements take so many registers that one block fits.
 constexpr int decode_blocks_per_sm(int padded_head_dim) { return padded_head_dim > 128 ? 1 : 2; }
 
-/// The query heads of a share: in small caches each query head loads keys by itself, in larger ones the heads of a share
-/// load them once. The float32 kernel has one head a block.
-constexpr int share_heads_of(const Arch& arch, const ops::Attention::Dims& d, DType activation) {
-  const bool shares = activation != DType::f32 && d.max_kv_len * d.head_dim > arch.tuning->unshared_elements;
-  return shares ? largest_share(int(d.heads / d.kv_heads)) : 1;
+/// The query heads of a GQA tile: one in small caches, where each query head loads keys by itself. The float32 kernel
+/// has one head a block.
+constexpr int gqa_heads_of(const Arch& arch, const ops::Attention::Dims& d, DType activation) {
+  const bool together = activation != DType::f32 && d.max_kv_len * d.head_dim > arch.tuning->unshared_elements;
+  return together ? gqa_tile_heads(int(d.heads / d.kv_heads)) : 1;
 }
 
-/// The most splits of a share's keys. Where an SM holds two blocks, a cluster of kMaxShareSplits blocks fits half of a
+/// The most splits of a GQA tile's keys. Where an SM holds two blocks, a cluster of kMaxGqaSplits blocks fits half of a
 /// GPC's SMs.
-constexpr int most_splits(const Arch& arch, const ops::Attention::Dims& d, int share_heads) {
-  const bool many = share_heads > 1 && d.max_kv_len > arch.tuning->few_splits_entries &&
+constexpr int most_splits(const Arch& arch, const ops::Attention::Dims& d, int gqa_heads) {
+  const bool many = gqa_heads > 1 && d.max_kv_len > arch.tuning->few_splits_entries &&
                     decode_blocks_per_sm(padded_head_dim(d.head_dim)) > 1;
-  return many ? std::min(kMaxShareSplits, arch.largest_cluster_blocks) : std::min(kMaxSplits, arch.max_cluster_blocks);
+  return many ? std::min(kMaxGqaSplits, arch.largest_cluster_blocks) : std::min(kMaxSplits, arch.max_cluster_blocks);
 }
 
 /// Partial results that a block's inbox has room for. The block of split s merges the heads s, s + used, s + 2 * used
-/// and so on of a share, each of `used` partial results.
-constexpr int inbox_parts(int share_heads) { return share_heads > 1 ? share_heads + kMaxShareSplits - 1 : kMaxSplits; }
+/// and so on of a GQA tile, each of `used` partial results.
+constexpr int inbox_parts(int gqa_heads) { return gqa_heads > 1 ? gqa_heads + kMaxGqaSplits - 1 : kMaxSplits; }
 /// Partial results that a block has room for beside its ring. The warps' partial results of several heads lie in the
 /// ring, when no warp reads it any more. A lone head's have a place of their own, where no warp waits for the others.
-constexpr int parts_beside_ring(int share_heads) {
-  return inbox_parts(share_heads) + (share_heads > 1 ? 0 : kAttentionWarps);
+constexpr int parts_beside_ring(int gqa_heads) {
+  return inbox_parts(gqa_heads) + (gqa_heads > 1 ? 0 : kAttentionWarps);
 }
 
 /// The number of splits doubles while each split has at least one tile of max_kv_len keys and all clusters have their
 /// SMs at once. The ring is as long as shared memory allows, but no longer than a split.
 constexpr AttentionPlan attention_plan(const Arch& arch, const ops::Attention::Dims& d, DType activation) {
   const int padded = padded_head_dim(d.head_dim), keys = decode_tile(padded), stage_bytes = tile_bytes(keys, padded);
-  const int share_heads = share_heads_of(arch, d, activation), most = most_splits(arch, d, share_heads);
-  const std::int64_t shares = d.batch * d.q_len * (d.heads / share_heads);
+  const int gqa_heads = gqa_heads_of(arch, d, activation), most = most_splits(arch, d, gqa_heads);
+  const std::int64_t tiles = d.batch * d.q_len * (d.heads / gqa_heads);
   int splits = 1;
   while (splits < most && d.max_kv_len > splits * keys &&
-         shares * splits * 2 <= arch.sm_count * arch.tuning->split_blocks_on_two_sms / 2)
+         tiles * splits * 2 <= arch.sm_count * arch.tuning->split_blocks_on_two_sms / 2)
     splits *= 2;
 
-  const int parts_bytes = parts_beside_ring(share_heads) * part_floats(padded) * 4;
+  const int parts_bytes = parts_beside_ring(gqa_heads) * part_floats(padded) * 4;
   // The driver and the kernel's static variables take 2 KB of a block's shared memory.
   const int most_bytes =
       std::min(arch.smem_per_sm_bytes / decode_blocks_per_sm(padded), arch.smem_per_block_bytes) - 2048;
   const std::int64_t split_tiles = (d.max_kv_len + splits * keys - 1) / (splits * keys);
   const int stages = int(std::min<std::int64_t>({kMaxStages, (most_bytes - parts_bytes) / stage_bytes, split_tiles}));
-  return {
-      .share_heads = share_heads, .splits = splits, .stages = stages, .smem_bytes = parts_bytes + stages * stage_bytes};
+  return {.gqa_heads = gqa_heads, .splits = splits, .stages = stages, .smem_bytes = parts_bytes + stages * stage_bytes};
 }
 
-/// The tiles [begin, end) of one split of a share's keys. `used` splits have tiles: all of them, or as many as there
-/// are tiles. A share without keys has one split, whose results are NaN.
+/// The tiles [begin, end) of keys of one split of a GQA tile. `used` splits have tiles: all of them, or as many as
+/// there are tiles. A GQA tile without keys has one split, whose results are NaN.
 struct SplitTiles {
   int used, begin, end;
 
@@ -207,9 +206,9 @@ struct SplitTiles {
   }
 };
 
-/// Whether the warps' partial results of the largest share fit the ring's first tile.
+/// Whether the warps' partial results of the largest GQA tile fit the ring's first tile.
 constexpr bool parts_fit_ring(int padded_head_dim) {
-  return kAttentionWarps * kMaxShareHeads * part_floats(padded_head_dim) * 4 <=
+  return kAttentionWarps * kMaxGqaHeads * part_floats(padded_head_dim) * 4 <=
          tile_bytes(decode_tile(padded_head_dim), padded_head_dim);
 }
 static_assert(parts_fit_ring(64) && parts_fit_ring(80) && parts_fit_ring(128) && parts_fit_ring(kMaxHeadDim));
@@ -236,7 +235,7 @@ struct FloatAttentionPlan {
 };
 inline std::string to_string(const FloatAttentionPlan& p) { return plan_text({{p.splits, "splits"}}); }
 
-/// Refused by all: a head_dim that is no multiple of 8 or above kMaxHeadDim.
+/// The plans of the kernels. All refuse a head_dim that is no multiple of 8 or above kMaxHeadDim.
 Result<WgmmaPlan> plan_attention_wgmma(const Target&, const ops::Attention::Args&);
 Result<PrefillPlan> plan_attention_prefill(const Target&, const ops::Attention::Args&);
 Result<AttentionPlan> plan_attention_decode(const Target&, const ops::Attention::Args&);

@@ -99,8 +99,8 @@ inline std::string to_string(const LnQkvPacked& p) {
   return plan_text({{std::int64_t(p.launches.size()), "launches"}}) + ", " + to_string(p.launches.front());
 }
 
-/// Refused by all: a hidden or head_dim that is no multiple of 8, and a hidden that no plan has room for; with a packed
-/// weight, rows in another order than that of pack_hint().
+/// The plans of the kernels. All refuse a hidden or head_dim that is no multiple of 8, a hidden that no plan has room
+/// for, and a packed weight whose rows are in another order than that of pack_hint().
 Result<LnQkvPacked> plan_ln_qkv_packed(const Target&, const ops::LnQkv::Args&);
 Result<LnQkvDense> plan_ln_qkv_dense(const Target&, const ops::LnQkv::Args&);
 Result<LnQkvPacked> plan_ln_qkv_heads_packed(const Target&, const ops::LnQkvHeads::Args&);

@@ -41,7 +41,7 @@ constexpr LayerNormPlan layernorm_plan(const Arch& arch, std::int64_t tokens, st
   return {.elements = elements, .threads = threads(hidden, elements)};
 }
 
-/// The plans of the norms' kernels. Refused: a hidden that is no multiple of 8 or above kMaxLayerNormHidden.
+/// The plans of the norms' kernels. They refuse a hidden that is no multiple of 8 or above kMaxLayerNormHidden.
 Result<LayerNormPlan> plan_layernorm(const Target&, const ops::LayerNorm::Args&);
 Result<LayerNormPlan> plan_rmsnorm(const Target&, const ops::RmsNorm::Args&);
 Result<LayerNormPlan> plan_layernorm_residual(const Target&, const ops::LayerNormResidual::Args&);

@@ -21,7 +21,7 @@ struct RopeUnit {
 };
 
 /// How the kernels of rope and rope_append divide a token's units. Units that rotate come first, so that few warps have
-/// any.
+/// units of both kinds.
 struct RopePlan {
   int heads;         // of a group: 1 or 4, a template argument of the kernels
   int groups;        // of q's heads

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cf_ops import _core
 from cf_ops.cli import _program as program
-from cf_ops.cli import bench, evaluate, generate, info, memorize, sweep
+from cf_ops.cli import activations, bench, evaluate, generate, info, memorize, serve, sweep
 
 __all__ = ["main"]
 
@@ -23,7 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = program.Parser(prog=f"python -m {program.PROGRAM}", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"{program.PROGRAM} {_core.version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=program.Parser)
-    runs = {"generate": generate, "eval": evaluate, "memorize": memorize, "sweep": sweep, "bench": bench}
+    runs = {
+        "generate": generate,
+        "eval": evaluate,
+        "memorize": memorize,
+        "sweep": sweep,
+        "activations": activations,
+        "bench": bench,
+        "serve": serve,
+    }
     for name, module in runs.items():
         help = (module.__doc__ or "").partition(": ")[2].partition("\n")[0]
         module.declare(commands.add_parser(name, help=help, description=help))

@@ -110,8 +110,8 @@ def _check_own(args: argparse.Namespace, name: str, output: str) -> None:
             raise ValueError(f"{name}: expected a file of its own, got {output!r}, which is one of {option} {model}")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of every command that runs a model."""
+def add_model(parser: argparse.ArgumentParser, json: bool = True) -> None:
+    """Declares the arguments of every command that runs a model. json: whether it writes a report."""
     parser.add_argument(
         "--model",
         required=True,
@@ -137,7 +137,8 @@ def add_device(parser: argparse.ArgumentParser) -> None:
         "--activation", choices=["float32", "float64"], help="the CPU's; float32 when left out, float64 is the oracle"
     )
     parser.add_argument("--threads", type=integer(1, 1024), help="the CPU's threads; one a core when left out")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write everything as JSON")
+    if json:
+        parser.add_argument("--json", type=output_file, metavar="FILE", help="write everything as JSON")
 
 
 def device(text: str) -> str:
@@ -167,15 +168,16 @@ def model_directory(args: argparse.Namespace) -> str:
     return find_model(args.model, args.revision)
 
 
-def open_model(args: argparse.Namespace, slots: int, capacity: int) -> Model:
-    """The model that the arguments name, on a GPU with so many slots and entries. Prints its checkpoint's
-    notes on stderr."""
+def open_model(args: argparse.Namespace, slots: int, capacity: int, layers: int | None = None) -> Model:
+    """The model that the arguments name, with its first layers alone where `layers` says how many, on a GPU with so many
+    slots and entries. Prints its checkpoint's notes on stderr."""
     index = check_device(args)
     directory = model_directory(args)
     if index is None:
-        model = load(directory, activation=args.activation, threads=args.threads)
+        model = load(directory, layers=layers, activation=args.activation, threads=args.threads)
     else:
-        model = load(directory, device=args.device, slots=slots, capacity=max(1, capacity), impl=args.impl or "auto")
+        impl, capacity = args.impl or "auto", max(1, capacity)
+        model = load(directory, device=args.device, layers=layers, slots=slots, capacity=capacity, impl=impl)
     print_notes(model)
     return model
 

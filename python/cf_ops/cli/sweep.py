@@ -126,7 +126,7 @@ def _metrics(
         settings |= {"sequences": _sha256(sequences[:, :_LENGTH])}
     for name in args.metric:
         if name == "perplexity":
-            metrics[name] = lambda model: model.perplexity(ids, args.context, args.stride)
+            metrics[name] = lambda model: _perplexity(model, ids, args.context, args.stride)
         elif name == "surprisal":
             metrics[name] = lambda model: per_token.measure(model, args.context, args.stride)
         elif name == "memorization":
@@ -172,6 +172,11 @@ class _PerToken:
     @staticmethod
     def _file(revision: str) -> str:
         return os.path.basename(revision.rstrip("/")) + ".csv"
+
+
+def _perplexity(model: Model, ids: NDArray[Any], context: int, stride: int | None) -> dict[str, float]:
+    score = model.perplexity(ids, context, stride)
+    return {"": score.perplexity, "error": score.error}
 
 
 def _memorization(model: Model, sequences: NDArray[Any], slots: int) -> dict[str, float]:

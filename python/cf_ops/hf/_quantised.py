@@ -12,8 +12,8 @@ from cf_ops._gptq import GPTQ_PARTS
 
 Module = Any
 
-# Kernels, by their class's QUANT_TYPE, that leave the stored tensors as they are. Others repack them in place, such as
-# exllama, exllamav2 and marlin.
+# Kernels, by their class's QUANT_TYPE, that leave the stored tensors as they are. Others, such as exllama, exllamav2 and
+# marlin, repack them in place.
 _KEEPING = ("cuda", "cuda-old", "torch", "triton", "tritonv2")
 _WORD_BITS = 32
 

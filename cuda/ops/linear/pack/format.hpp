@@ -1,6 +1,6 @@
 #pragma once
-// The layout of a packed GPTQ matrix, as kernels read it. Kernels include this file and not pack.hpp, whose headers take
-// nvcc seconds to read.
+// The layout of a packed GPTQ matrix, as kernels read it. Kernels include this file and not pack.hpp, whose headers
+// take nvcc seconds to read.
 #include <cstdint>
 
 namespace cf::cuda {

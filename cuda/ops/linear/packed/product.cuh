@@ -23,8 +23,8 @@ class GptqStage {
   __device__ uint4 codes(const char* stage, int c) const {
     return *reinterpret_cast<const uint4*>(stage + warp_.lane * 16 + c * kGptqTileBytes);
   }
-  /// The scales that are known before the first tile: of one token those of group t + 4i of the slice, of several
-  /// tokens those of pair i of chunks.
+  /// The scales whose place is known before the first tile. With one token they are group t + 4i's of the slice; with
+  /// several tokens they are those of pair i of chunks.
   __device__ uint2 known_scales(const char* stage, int i) const {
     return *reinterpret_cast<const uint2*>(stage + known_[i]);
   }
@@ -112,7 +112,7 @@ __device__ void multiply_tile(const char* from, const GptqStage<C>& stage, const
     multiply_chunks<false, T, C>(from, stage, warp, order, x, sum);
 }
 
-/// Activations in shared memory are added up along the way.
+/// multiply_tile() for activations in shared memory, whose sums over each group are made along the way.
 template <class T, GptqConfig C>
 __device__ void multiply_tile(const char* from, const GptqStage<C>& stage, const GptqWarp& warp,
                               const GptqChunkOrder<C>& order, bool /*is_first_tile*/, const GptqSharedX<T, C>& x,

@@ -13,8 +13,8 @@ namespace cf::cuda {
 /// Up to this many tokens, whose rows and tiles an int counts.
 inline constexpr std::int64_t kLinearTilesTokens = std::int64_t(1) << 24;
 
-/// Why tiles do not take a product. Empty where they do: one with GELU and more tokens than wgmma takes. cuBLASLt has no
-/// GELU by erf: a second pass over float32 sums does it. Without GELU cuBLASLt is faster.
+/// Why tiles do not take a product. Empty where they do: one with GELU and more tokens than wgmma takes. cuBLASLt has
+/// no GELU by erf: a second pass over float32 sums does it. Without GELU cuBLASLt is faster.
 constexpr std::string_view why_no_linear_tiles(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
                                                DType activation, ops::Epilogue epilogue) {
   if (tokens <= arch.tuning->wgmma_tokens) return "takes more tokens";

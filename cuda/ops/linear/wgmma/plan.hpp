@@ -110,8 +110,8 @@ constexpr LinearWgmmaPlan linear_wgmma_plan(const Arch& arch, std::int64_t token
 /// Tokens of a launch with a packed GPTQ weight: more leave no registers.
 inline constexpr std::int64_t kGptqWgmmaTile = 64;
 
-/// Why a product of a packed weight does not go there. Empty where it does: codes of 4 bits, whose columns are the inputs
-/// in their order.
+/// Why a product of a packed weight does not go there. Empty where it does: codes of 4 bits, whose columns are the
+/// inputs in their order.
 constexpr std::string_view why_no_gptq_wgmma(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
                                              DType activation, int bits, bool has_order) {
   if (tokens < arch.tuning->packed_wgmma_first) return "takes more tokens";

@@ -1,0 +1,547 @@
+"""``python -m cf_ops serve`` with Dynamo, on loopback with the CPU backend, by the openai client and raw sockets.
+
+The numbers are small ones. CF_SERVE_FULL=1 takes those of a release: 200 requests with seeds, 10,000 connections, 10,000
+requests for the memory. It runs for several minutes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import http.client
+import importlib.util
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cf_ops
+
+for package, command in (("dynamo.frontend", "pip install --no-deps ai-dynamo"), ("openai", "pip install openai")):
+    try:
+        found = importlib.util.find_spec(package) is not None
+    except ImportError:
+        found = False
+    if not found:
+        pytest.skip(f"{package} is missing: {command}", allow_module_level=True)
+
+import openai  # type: ignore[import-not-found, unused-ignore]
+
+FULL = os.environ.get("CF_SERVE_FULL") == "1"
+IDS = {"nvext": {"extra_fields": ["completion_token_ids"]}}  # ask the front end for the ids
+PROMPT = "def __len__(self):"
+SLOTS = 64 if FULL else 4
+
+
+def free_port(first: int = 0) -> int:
+    """A port that nobody listens on, from `first` on."""
+    while True:
+        with socket.socket() as free:
+            try:
+                free.bind(("127.0.0.1", first))
+                return int(free.getsockname()[1])
+            except OSError:
+                first += 1
+
+
+class Server:
+    """A server of this repository's small model, on a port of its own."""
+
+    def __init__(self, model: str, *options: object) -> None:
+        self.port = free_port()
+        command = [sys.executable, "-m", "cf_ops", "serve", "--model", model, "--port", str(self.port)]
+        self.process = subprocess.Popen(
+            [*command, *map(str, options)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=60)
+        self.name = os.path.basename(model)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert "is served at" in line, self.process.communicate()[1]
+        self.pids = [int(pid) for pid in re.findall(r"pid (\d+): (?:the )?worker", line)]
+
+    def complete(self, prompt: Any = PROMPT, **options: Any) -> Any:
+        return self.client.completions.create(model=self.name, prompt=prompt, **options)
+
+    def ids(self, prompt: Any, **options: Any) -> list[int]:
+        answer = self.complete(prompt, extra_body=IDS | options.pop("extra_body", {}), **options)
+        ids: list[int] = answer.nvext["completion_token_ids"]
+        return ids
+
+    def post(self, body: bytes, path: str = "/v1/completions") -> tuple[int, dict[str, Any]]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read()
+        finally:
+            connection.close()
+        try:
+            return answer.status, json.loads(text)
+        except ValueError:
+            return answer.status, {"message": text.decode()}
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        try:
+            self.process.communicate(timeout=60)
+        finally:
+            self.process.kill()
+        return self.process.returncode
+
+
+@pytest.fixture(scope="module")
+def directory(root: pathlib.Path) -> str:
+    return str(root / "data" / "checkpoints" / "stdlib-4m")
+
+
+@pytest.fixture(scope="module")
+def model(directory: str) -> cf_ops.Model:
+    return cf_ops.load(directory)
+
+
+@pytest.fixture(scope="module")
+def server(directory: str) -> Iterator[Server]:
+    metrics = free_port(20_000)  # Dynamo takes a port of 15 bits
+    server = Server(directory, "--slots", SLOTS, "--queue", SLOTS, "--metrics-port", metrics, "--body-limit", 1)
+    server.metrics_port = metrics  # type: ignore[attr-defined]
+    yield server
+    assert server.end(signal.SIGINT) == 0
+
+
+@pytest.fixture(scope="module")
+def replicas(directory: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two workers, of a copy of the model that has a chat template."""
+    chat = tmp_path_factory.mktemp("serve") / "stdlib-chat"
+    shutil.copytree(directory, chat)
+    template = "{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}# answer:"
+    (chat / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
+    server = Server(str(chat), "--slots", SLOTS, "--threads", 1, "--workers", 2)
+    yield server
+    assert server.end() == 0
+
+
+def numbers(server: Server) -> dict[str, float]:
+    """The worker's own numbers, without labels."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.metrics_port, timeout=60)  # type: ignore[attr-defined]
+    connection.request("GET", "/metrics")
+    lines = connection.getresponse().read().decode().splitlines()
+    connection.close()
+    return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith("cf_ops_")}
+
+
+def soon(is_so: Callable[[], bool], seconds: float = 20) -> bool:
+    end = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+# --- what is answered -------------------------------------------------------------------------------------------------
+
+
+def test_the_ids_are_the_librarys(server: Server, model: cf_ops.Model) -> None:
+    ids = model.encode(PROMPT)
+    for options in (
+        {"temperature": 0},
+        {"temperature": 0.7, "top_p": 0.9, "seed": 5},
+        {"temperature": 1.1, "top_k": 20, "min_p": 0.02, "repetition_penalty": 1.2, "seed": 2**63 - 1},
+    ):
+        expected = list(model.generate(ids, max_new_tokens=12, **options))  # type: ignore[arg-type]
+        extra = {name: options.pop(name) for name in ("top_k", "min_p", "repetition_penalty") if name in options}
+        for prompt in (PROMPT, ids):
+            assert server.ids(prompt, max_tokens=12, extra_body=extra, **options) == expected
+
+
+def test_an_answer_has_text_finish_and_usage(server: Server, model: cf_ops.Model) -> None:
+    answer = server.complete(max_tokens=12, temperature=0)
+    (choice,) = answer.choices
+    assert choice.text == "".join(model.generate(PROMPT, max_new_tokens=12))
+    assert choice.finish_reason == "length"
+    assert answer.model == server.name
+    prompt = len(model.encode(PROMPT))
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (prompt, 12, prompt + 12)
+    assert [m.id for m in server.client.models.list()] == [server.name]
+
+
+def test_a_stream_is_the_same_text(server: Server) -> None:
+    whole = server.complete(max_tokens=24, temperature=0.8, seed=3).choices[0].text
+    chunks = list(
+        server.complete(max_tokens=24, temperature=0.8, seed=3, stream=True, stream_options={"include_usage": True})
+    )
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].usage.completion_tokens == 24 and not chunks[-1].choices
+    assert len(chunks) > 3
+
+
+def test_lists_of_prompts(server: Server) -> None:
+    prompts = [PROMPT, "import os\n", "class A:"]
+    together = server.complete(prompts, max_tokens=6, temperature=0.9, seed=4).choices
+    assert [c.index for c in together] == [0, 1, 2]
+    assert [c.text for c in together] == [
+        server.complete(p, max_tokens=6, temperature=0.9, seed=4).choices[0].text for p in prompts
+    ]
+
+
+def test_choices_are_those_of_a_batch(server: Server, model: cf_ops.Model) -> None:
+    expected = model.generate_batch([PROMPT] * 3, max_new_tokens=10, temperature=1, seed=9)
+    answer = server.complete(max_tokens=10, seed=9, n=3)
+    assert {c.index: c.text for c in answer.choices} == {i: result.text for i, result in enumerate(expected)}
+    assert answer.usage.completion_tokens == 30
+
+
+def test_texts_that_end_a_text(server: Server, model: cf_ops.Model) -> None:
+    def stopped(prompt: str, stop: list[str], **options: Any) -> Any:
+        return server.complete(prompt, max_tokens=24, temperature=0, stop=stop, **options).choices[0]
+
+    whole = "".join(model.generate(PROMPT, max_new_tokens=24))
+    pieces = list(model.generate(PROMPT, max_new_tokens=24))
+    border = len("".join(pieces[:6]))
+    across = whole[border - 2 : border + 2]  # begins in one token and ends in another
+    assert whole.find(across) == border - 2
+    choice = stopped(PROMPT, ["never there", across])
+    assert (choice.text, choice.finish_reason) == (whole[: border - 2], "stop")
+    streamed = server.complete(max_tokens=24, temperature=0, stop=[across], stream=True)
+    assert "".join(c.choices[0].text for c in streamed) == whole[: border - 2]
+    # Each of these characters is two tokens, a byte each.
+    bytes_prompt = "# Łódź Łódź Łódź Łódź"
+    assert "".join(model.generate(bytes_prompt, max_new_tokens=8)) == "öööö"
+    assert stopped(bytes_prompt, ["ö"]).text == ""
+    assert stopped(bytes_prompt, ["x", "ööö"]).text == ""
+    assert stopped(bytes_prompt, ["öx"]).text == "ö" * 12
+
+
+def test_ids_that_end_a_text(server: Server, model: cf_ops.Model) -> None:
+    ids = list(model.generate(model.encode(PROMPT), max_new_tokens=12))
+    text = model.tokenizer.decode(ids[:5])
+    choice = server.complete(max_tokens=12, temperature=0, extra_body={"stop_token_ids": [ids[5]]}).choices[0]
+    assert (choice.text, choice.finish_reason) == (text, "stop")
+    options = {"ignore_eos": True, "min_tokens": 12}
+    assert len(server.ids(PROMPT, max_tokens=12, temperature=0, extra_body=options)) == 12
+
+
+def test_log_probabilities(server: Server, model: cf_ops.Model) -> None:
+    """They are those of the library's own logits, in float32."""
+    ids = model.encode(PROMPT)
+    answer = server.complete(max_tokens=6, temperature=0.8, seed=2, logprobs=3, extra_body=IDS)
+    new: list[int] = answer.nvext["completion_token_ids"]
+    logits = model.logits(ids + new)[len(ids) - 1 : -1].astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    got = answer.choices[0].logprobs
+    np.testing.assert_allclose(got.token_logprobs, expected[np.arange(6), new], atol=2e-5)
+    for row, top in zip(expected, got.top_logprobs):
+        np.testing.assert_allclose(sorted(top.values())[-3:], np.sort(row)[-3:], atol=2e-5)
+    plain = server.complete(max_tokens=6, temperature=0.8, seed=2)
+    assert plain.choices[0].text == answer.choices[0].text and plain.choices[0].logprobs is None
+
+
+def test_what_changes_the_logits(server: Server, model: cf_ops.Model) -> None:
+    ids = model.encode(PROMPT)
+    greedy = list(model.generate(ids, max_new_tokens=24))
+    for options, same in (
+        ({"presence_penalty": 2.0}, {"presence_penalty": 2.0}),
+        ({"frequency_penalty": 2.0}, {"frequency_penalty": 2.0}),
+        ({"nvext": {"annotations": [f'logit_bias:{{"{greedy[2]}": -100}}']}}, {"logit_bias": {greedy[2]: -100}}),
+        ({"stop_token_ids": [greedy[2]], "min_tokens": 6}, {"stop": [greedy[2]], "min_new_tokens": 6}),
+    ):
+        nvext = {**IDS["nvext"], **options.pop("nvext", {})}  # type: ignore[dict-item]
+        got = server.ids(PROMPT, max_tokens=24, temperature=0, extra_body=options | {"nvext": nvext})
+        assert got == list(model.generate(ids, max_new_tokens=24, **same))  # type: ignore[call-overload]
+        assert got != greedy
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 600}, "max_tokens: expected at most 507 beside a prompt of 6 ids in 512 entries, got 600"),
+        ({"prompt": [1] * 513}, "prompt: expected at most 512 ids"),
+        ({"extra_body": {"min_tokens": 5}}, "min_tokens: expected at most 4"),
+        (
+            {"extra_body": {"nvext": {"annotations": ['logit_bias:{"5000": 1}']}}},
+            "logit_bias: expected ids of 0 to 2047",
+        ),
+        ({"echo": True}, "echo: expected nothing"),
+        ({"best_of": 2}, "best_of: expected 1"),
+        ({"temperature": 3}, "emperature must be between 0 and 2, got 3"),
+        ({"prompt": ""}, "empty"),
+        ({"prompt": [5000]}, ""),
+        ({"extra_body": {"unheard_of": 1}}, "unheard_of"),
+    ],
+)
+def test_a_refusal_says_what_was_expected(server: Server, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.complete(**{"prompt": PROMPT, "max_tokens": 4} | options)
+    assert message in caught.value.body["message"]
+    assert "\n" not in caught.value.body["message"]
+
+
+def test_another_model_is_not_found(server: Server) -> None:
+    with pytest.raises(openai.NotFoundError):
+        server.client.completions.create(model="another", prompt=PROMPT)
+
+
+def test_a_body_that_is_no_request(server: Server) -> None:
+    for body in (b"", b"{", b"[]", b'{"model": 3}', b"\xff\xfe", b'{"model": "stdlib-4m"}'):
+        status, answer = server.post(body)
+        assert status in (400, 415, 422), body
+        assert answer["message"], body
+
+
+def test_a_body_that_is_too_large(server: Server) -> None:
+    size = 100 << 20 if FULL else 4 << 20
+    body = b'{"model": "stdlib-4m", "prompt": "' + b"x" * size + b'"}'
+    try:
+        status, _ = server.post(body)
+        assert status == 413
+    except (BrokenPipeError, ConnectionResetError):  # the server does not read on
+        pass
+    assert server.complete(max_tokens=1).choices
+
+
+def test_more_requests_than_may_wait(server: Server) -> None:
+    """So many run, as many wait, and the others are refused with 429; all that were taken end well."""
+
+    def one(number: int) -> str:
+        try:
+            return str(server.complete(max_tokens=100, seed=number, extra_body={"ignore_eos": True}).usage.total_tokens)
+        except openai.RateLimitError:
+            return "refused"
+
+    with concurrent.futures.ThreadPoolExecutor(4 * SLOTS) as pool:
+        results = list(pool.map(one, range(4 * SLOTS)))
+    assert 1 <= results.count("refused") <= 2 * SLOTS
+    assert set(results) == {"106", "refused"}
+
+
+# --- clients that leave -----------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_frees_its_slot(server: Server) -> None:
+    before = numbers(server)["cf_ops_ids_total"]
+    stream = server.complete(max_tokens=500, seed=1, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    assert numbers(server)["cf_ops_slots_used"] == 1
+    stream.close()
+    assert soon(lambda: numbers(server)["cf_ops_slots_used"] == 0, 5)
+    assert numbers(server)["cf_ops_ids_total"] - before < 500
+
+
+def request_bytes(server: Server, **options: Any) -> bytes:
+    body = json.dumps({"model": server.name, "prompt": PROMPT, **options}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    return head.encode() + b"\r\n\r\n" + body
+
+
+def test_connections_that_are_opened_and_dropped(server: Server) -> None:
+    whole = request_bytes(server, max_tokens=20, stream=True)
+    rng = random.Random(1)
+    for number in range(10_000 if FULL else 300):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+            if number % 3:
+                connection.sendall(whole[: rng.randrange(len(whole) + 1)])
+    assert soon(lambda: numbers(server)["cf_ops_slots_used"] == 0)
+    assert server.complete(max_tokens=3, temperature=0).usage.completion_tokens == 3
+
+
+def read_all(connection: socket.socket, slowly: bool = False) -> bytes:
+    data = b""
+    while piece := connection.recv(64 if slowly else 65536):
+        data += piece
+        if data.endswith(b"data: [DONE]\n\n") or b"[DONE]" in data[-40:]:
+            return data
+        if slowly:
+            time.sleep(0.002)
+    return data
+
+
+def test_a_slow_reader_and_a_half_closed_socket(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(request_bytes(server, max_tokens=60, stream=True, seed=1))
+        time.sleep(0.2)
+        fast = server.complete(max_tokens=5, temperature=0).usage.completion_tokens  # nobody waits for the slow one
+        assert fast == 5
+        assert b"[DONE]" in read_all(connection, slowly=True)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(request_bytes(server, max_tokens=5, stream=True, seed=1))
+        connection.shutdown(socket.SHUT_WR)
+        read_all(connection)  # an answer or none: the server may take it for a client that has left
+    assert soon(lambda: numbers(server)["cf_ops_slots_used"] == 0)
+
+
+def resident(pid: int) -> float:
+    """The MB of memory that a process has."""
+    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def test_memory_does_not_grow(server: Server) -> None:
+    def some(count: int) -> None:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda number: server.complete(f"x = {number}", max_tokens=2, seed=number), range(count)))
+
+    count = 5_000 if FULL else 100
+    some(count)
+    before = resident(server.pids[0])
+    some(count)
+    assert resident(server.pids[0]) - before < (8 if FULL else 4)
+
+
+# --- the same seed, the same ids --------------------------------------------------------------------------------------
+
+
+def asks() -> list[dict[str, Any]]:
+    """Requests with seeds, of several lengths and settings."""
+    rng = random.Random(7)
+    texts = ["def f(", "import os\n", "class Stack:\n    def push(self", "# a comment", "x = [", "return "]
+    return [
+        {
+            "prompt": rng.choice(texts) * rng.randrange(1, 4),
+            "max_tokens": rng.randrange(4, 24),
+            "temperature": rng.choice([0.5, 1.0, 1.3]),
+            "top_p": rng.choice([1.0, 0.9]),
+            "seed": number,
+        }
+        for number in range(200 if FULL else 24)
+    ]
+
+
+def answers(server: Server, requests: list[dict[str, Any]], at_once: int, order: int) -> list[list[int]]:
+    """The ids of the requests, which go out in a random order."""
+    places = list(range(len(requests)))
+    random.Random(order).shuffle(places)
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        ids = dict(zip(places, pool.map(lambda place: server.ids(**requests[place]), places)))
+    return [ids[place] for place in range(len(requests))]
+
+
+@pytest.fixture(scope="module")
+def alone(server: Server) -> list[list[int]]:
+    """The ids of each request, with no other beside it."""
+    return answers(server, asks(), 1, 0)
+
+
+def test_the_same_seed_gives_the_same_ids_beside_neighbours(server: Server, alone: list[list[int]]) -> None:
+    assert answers(server, asks(), SLOTS, 1) == alone
+    assert len({str(ids) for ids in alone}) > len(alone) // 2
+
+
+def test_the_same_seed_gives_the_same_ids_on_replicas(replicas: Server, alone: list[list[int]]) -> None:
+    assert len(replicas.pids) == 2
+    assert soon(lambda: is_alive(replicas))
+    assert answers(replicas, asks(), SLOTS, 2) == alone
+
+
+def test_a_worker_that_is_killed_under_load(directory: str, alone: list[list[int]]) -> None:
+    """Every request ends with ids or an error within seconds, the next ones run, and the same seeds give the same ids.
+    Then SIGTERM lets what runs end."""
+    server = Server(directory, "--slots", SLOTS)
+
+    def one(number: int) -> float:
+        try:
+            assert server.complete(max_tokens=300, seed=number, extra_body={"ignore_eos": True}).usage
+        except openai.OpenAIError:
+            pass
+        return time.monotonic()
+
+    try:
+        with concurrent.futures.ThreadPoolExecutor(2 * SLOTS) as pool:
+            running = [pool.submit(one, number) for number in range(2 * SLOTS)]
+            time.sleep(0.3)
+            killed = time.monotonic()
+            os.kill(server.pids[0], signal.SIGKILL)
+            assert max(future.result() for future in running) - killed < 5
+        assert soon(lambda: is_alive(server), 40)
+        assert answers(server, asks(), SLOTS, 3) == alone
+
+        options: dict[str, Any] = {"stream": True, "extra_body": {"ignore_eos": True}}
+        stream = iter(server.complete(max_tokens=300, temperature=0, **options))
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        assert [chunk.choices[0].finish_reason for chunk in stream if chunk.choices][-1] == "length"
+        assert server.process.wait(timeout=60) == 0
+        assert not os.path.exists(f"/proc/{server.pids[0]}")
+    finally:
+        server.process.kill()
+
+
+def is_alive(server: Server) -> bool:
+    try:
+        return bool(server.complete(max_tokens=1).choices)
+    except openai.OpenAIError:
+        return False
+
+
+# --- the processes ----------------------------------------------------------------------------------------------------
+
+
+def refused(*words: object) -> str:
+    command = [sys.executable, "-m", "cf_ops", "serve", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_what_cannot_be_served_is_one_line(directory: str, checkpoints: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    assert "no such directory" in refused("--model", "nowhere")
+    assert "tokenizer.json: no such file" in refused("--model", checkpoints / "neox-d80")
+    assert "--workers: expected" in refused("--model", directory, "--gpus", 1, "--workers", 2)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        line = refused("--model", directory, "--port", taken.getsockname()[1])
+        assert re.search(r"--host 127.0.0.1 --port \d+: Address already in use", line)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(directory, damaged)
+    with open(damaged / "model.safetensors", "r+b") as file:
+        file.truncate(1000)
+    assert "model.safetensors" in refused("--model", damaged, "--port", free_port())
+
+
+def test_chat_where_there_is_a_template(replicas: Server) -> None:
+    messages: Any = [{"role": "user", "content": "write a loop"}]
+    options: dict[str, Any] = {"max_tokens": 12, "temperature": 0.7, "seed": 3}
+    expected = replicas.complete("# user: write a loop\n# answer:", **options).choices[0].text
+    chat = replicas.client.chat.completions.create
+    answer = chat(model=replicas.name, messages=messages, **options)
+    assert answer.choices[0].message.content == expected
+    streamed = chat(model=replicas.name, messages=messages, stream=True, **options)
+    assert "".join(c.choices[0].delta.content or "" for c in streamed if c.choices) == expected
+
+
+def test_chat_without_a_template_is_not_there(server: Server) -> None:
+    with pytest.raises(openai.NotFoundError):
+        server.client.chat.completions.create(model=server.name, messages=[{"role": "user", "content": "hi"}])
+
+
+def test_the_page_runs(server: Server, root: pathlib.Path) -> None:
+    """The commands and the Python of the page, at the port of this server, which its first command would start too."""
+    text = (root / "python" / "SERVING.md").read_text(encoding="utf-8")
+    command, curl = re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
+    (python,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    assert command == "python3 -m cf_ops serve --model data/checkpoints/stdlib-4m\n"
+    assert ":8000/" in curl and ":8000/" in python
+    here = f":{server.port}/"
+    done = subprocess.run(
+        curl.replace(":8000/", here), shell=True, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert json.loads(done.stdout)["usage"]["completion_tokens"] == 16
+    exec(compile(python.replace(":8000/", here), "SERVING.md", "exec"), {})
