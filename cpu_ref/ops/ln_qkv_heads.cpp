@@ -27,12 +27,13 @@ Status run(const ops::LnQkvHeads::Args& a) {
   const auto d = ops::LnQkvHeads::dims(a);
   const std::size_t bytes = std::size_t(d.head_dim) * size_bytes(w.dtype());
   const auto* from = static_cast<const char*>(w.data());
-  for (std::int64_t b = 0; b < d.batch; ++b)
-    for (std::int64_t s = 0; s < d.q_len; ++s)
+  for (const RowRun& run : table_of(a.runs, d.batch, d.q_len))
+    for (std::int64_t s = 0; s < run.count; ++s)
       for (const AnyView<4>& to : {a.q, a.k, a.v})
         for (std::int64_t h = 0; h < to.shape[1]; ++h, from += bytes)
-          std::memcpy(static_cast<char*>(to.data) + std::size_t((b * to.shape[1] + h) * d.q_len + s) * bytes, from,
-                      bytes);
+          std::memcpy(
+              static_cast<char*>(to.data) + std::size_t(run.first_row * to.shape[1] + h * run.count + s) * bytes, from,
+              bytes);
   return {};
 }
 
