@@ -151,9 +151,10 @@ def activations(
     """Writes what a model's modules make of each prompt, to files of safetensors in the folder `out`.
 
     taps: names of Hugging Face, "hidden_states.3" or a module's such as "gpt_neox.layers.3.mlp"; of TransformerLens,
-    such as "blocks.3.hook_resid_pre", with the values of from_pretrained_no_processing(); or those of
-    :meth:`Model.run`. A * stands for any layer. None: all hidden states. An attention's or MLP's output is the
-    difference of two residuals, so that its error is a rounding of those; models that compute in 16 bits refuse it.
+    such as "blocks.3.hook_resid_pre", with the values of weights that it has not processed
+    (from_pretrained_no_processing(), or a TransformerBridge); or those of :meth:`Model.run`. A * stands for any layer.
+    None: all hidden states. An attention's or MLP's output is the difference of two residuals, so that its error is a
+    rounding of those; models that compute in 16 bits refuse it.
 
     stop_at_layer: the first so many layers run, as in TransformerLens. Where it is None, as many as the taps need. A
     model on a GPU runs all that it was loaded with: load(..., layers=).

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import math
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
@@ -294,7 +295,7 @@ class Session:
                 frequency_penalty=s.frequency_penalty,
                 presence_penalty=s.presence_penalty,
                 logit_bias=list(s.logit_bias.items()),
-                logits_processor=s.logits_processor,
+                logits_processor=_held_weakly(s),
                 seed=s.seed,
                 id=prompt + (sample << 32),  # a prompt's first sample is what it is given alone
                 stop=self._stop,
@@ -352,6 +353,21 @@ class Session:
         for result in self.results:
             if result.finish == "running":
                 result.finish, result.error = finish, error
+
+
+def _held_weakly(settings: Settings) -> LogitsProcessor | None:
+    """The logits processor as a decoder may hold it. Where the function knows the generation, the garbage collector could
+    not see through the decoder: one that is left in the middle would keep its slot."""
+    if settings.logits_processor is None:
+        return None
+    held = weakref.ref(settings)
+
+    def process(row: NDArray[np.float32], ids: NDArray[np.int32]) -> Any:
+        settings = held()
+        assert settings is not None and settings.logits_processor is not None  # held by the session whose step this is
+        return settings.logits_processor(row, ids)
+
+    return process
 
 
 class Generation(Iterator[Piece]):

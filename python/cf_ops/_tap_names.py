@@ -23,10 +23,11 @@ def sources(config: Mapping[str, Any], library: Iterable[str], is_cut: bool = Fa
     """Every tap of a model by each of its names, in the order of the model.
 
     is_cut: whether layers behind the model's last were left out. The last hidden state is then that layer's output, as
-    it is in the whole model, and not the last norm's. library: the library's own names, which are taken too. Hugging Face's are "hidden_states.0" and on, as
-    output_hidden_states gives them, and the modules' own, such as "gpt_neox.layers.3.mlp". TransformerLens's are those
-    of a model of from_pretrained_no_processing(), such as "blocks.3.hook_resid_pre"; hook_resid_mid is of models with a
-    sequential residual alone, as there.
+    it is in the whole model, and not the last norm's. library: the library's own names, which are taken too.
+
+    Hugging Face's names are "hidden_states.0" and on, as output_hidden_states gives them, and the modules' own, such as
+    "gpt_neox.layers.3.mlp". TransformerLens's are its hooks of weights that it has not processed, such as
+    "blocks.3.hook_resid_pre"; hook_resid_mid is of models with a sequential residual alone, as there.
     """
     layers, family = layers_of(config), _family_of(config)
     sites = {site["id"]: site for site in (*family["sites"], *family["outside"])}
