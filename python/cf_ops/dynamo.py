@@ -143,7 +143,9 @@ def _engine_class() -> Any:
                 max_num_seqs=self._slots,
                 max_num_batched_tokens=self._capacity,
             )
-            return EngineConfig(model=self._model.directory, served_model_name=self._name, llm=registration)
+            return EngineConfig(
+                model=os.path.abspath(self._model.directory), served_model_name=self._name, llm=registration
+            )
 
         async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
             token_ids.normalize_request_token_ids(request)
