@@ -79,6 +79,8 @@ class ModelRunner {
   virtual const ModelSpec& model() const = 0;
   virtual std::int64_t slots() const = 0;
   virtual std::int64_t capacity() const = 0;
+  /// The entries that a sequence may have, and what says so: entry_limit(), where the model sees all keys alike.
+  virtual EntryLimit limit() const { return entry_limit(model(), capacity()); }
   /// The dtype of the activations, the cache and the logits.
   virtual DType activation() const = 0;
   /// A slot's valid cache entries.
@@ -99,8 +101,8 @@ class ModelRunner {
   Status step(std::span<const Token> tokens);
 
   /// run() for the log-probabilities of ids behind the runs' tokens, by row; the slots' own logits stay as they are.
-  /// Refuses what check_step() and check_request() refuse. Here the rows' logits are made on the host, all at a time; a
-  /// backend may make fewer at a time, or none.
+  /// Refuses what check_step() and check_request() refuse. Here all rows' logits are made on the host, and threads of
+  /// the host score them; a backend may do without.
   virtual Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
                                               const ScoreRequest& request);
 
