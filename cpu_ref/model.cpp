@@ -5,7 +5,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "core/cache_view.hpp"
+#include "core/cache_tensors.hpp"
 #include "core/model/score.hpp"
 #include "core/model/taps.hpp"
 #include "core/ops/rope.hpp"
@@ -24,6 +24,30 @@ Status refused(std::string what) { return Status::error(Code::invalid_argument, 
 /// Whether a tensor is among the activations of the walk that are made for each call and kept by no one.
 bool is_made(const TensorSpec& spec) { return spec.role == Role::output && spec.name != "output"; }
 
+/// The options with the capacity that streams need: the tokens that go through the model at once must leave what the
+/// first of them sees.
+Model::Options with_capacity(Model::Options o) {
+  if (o.window > 0) o.capacity = stream_entries(o.stream(), std::max(o.chunk, o.slots));
+  return o;
+}
+
+/// Refuses streams of a model for which they have no meaning.
+Status check_stream(const ModelSpec& m, const KeyWindow& stream) {
+  CF_TRY(check_window("model", stream));
+  if (!stream) return {};
+  if (m.traits.positions == Positions::learned || m.shape.rotary_dim == 0)
+    return refused("window, sinks: expected a model with RoPE, got one without");
+  if (m.traits.window > 0 && stream.keys + stream.sinks > m.traits.window)
+    return refused("window, sinks: expected at most the config's sliding_window " + std::to_string(m.traits.window) +
+                   " in all, got " + std::to_string(stream.keys + stream.sinks));
+  return {};
+}
+
+/// What ops are told of a slot's length.
+std::int32_t kv_len_of(std::int64_t length, const Model::Options& o) {
+  return o.window > 0 ? stream_length(length, o.capacity, o.sinks) : std::int32_t(length);
+}
+
 /// Rows [first, first + count) of a matrix.
 AnyView<2> rows_of(AnyView<2> matrix, std::int64_t first, std::int64_t count = 1) {
   matrix.data = static_cast<char*>(matrix.data) + first * matrix.shape[1] * std::int64_t(size_bytes(matrix.dtype));
@@ -34,10 +58,13 @@ AnyView<2> rows_of(AnyView<2> matrix, std::int64_t first, std::int64_t count = 1
 }  // namespace
 
 Result<std::unique_ptr<Model>> Model::create(const ModelSpec& model, ModelWeights weights,
-                                             std::shared_ptr<const void> owner, const Options& o) {
+                                             std::shared_ptr<const void> owner, const Options& options) {
   CF_TRY(check_model_weights(model, weights));
   constexpr std::int64_t most = std::int64_t(1) << 31;
-  CF_TRY(check_sizes({{"slots", o.slots, most}, {"capacity", o.capacity, most - 1}, {"chunk", o.chunk, most}}));
+  CF_TRY(check_sizes({{"slots", options.slots, most}, {"chunk", options.chunk, most}}));
+  CF_TRY(check_stream(model, options.stream()));
+  const Options o = with_capacity(options);
+  CF_TRY(check_sizes({{"capacity", o.capacity, most - 1}}));
   if (o.activation != DType::f32 && o.activation != DType::f64)
     return refused("expected activations of float32 or float64, got " + std::string(to_string(o.activation)));
   if (o.invariant && o.activation != DType::f32)
@@ -55,7 +82,7 @@ void Model::for_each_tensor(const ModelSpec& m, const Options& o, F&& f) {
       f(caches, o.activation, Shape{o.slots, s.num_kv_heads, o.capacity, s.head_dim});
   LayerTensors views;
   for_each_activation(
-      s, {.batch = tokens},
+      s, {.batch = tokens, .sinks = o.sinks > 0},
       [&](const TensorSpec& spec, auto&, const auto& shape) {
         if (is_made(spec)) f(&Model::activations_, o.activation, Shape(shape.begin(), shape.end()));
       },
@@ -63,10 +90,12 @@ void Model::for_each_tensor(const ModelSpec& m, const Options& o, F&& f) {
   for (int i = 0; i < 2; ++i) f(&Model::hidden_, o.activation, Shape{tokens, s.hidden_size});
   f(&Model::final_norm_, o.activation, Shape{tokens, s.hidden_size});
   for (auto logits : {&Model::logits_, &Model::step_logits_}) f(logits, o.activation, Shape{o.slots, s.vocab_size});
-  for (auto table : {&Model::cos_, &Model::sin_}) f(table, DType::f32, Shape{o.capacity, s.rotary_dim / 2});
+  const std::int64_t table_rows = o.window > 0 ? 2 * tokens : o.capacity;
+  for (auto table : {&Model::cos_, &Model::sin_}) f(table, DType::f32, Shape{table_rows, s.rotary_dim / 2});
 }
 
-ModelBytes Model::bytes(const ModelSpec& m, const Options& o) {
+ModelBytes Model::bytes(const ModelSpec& m, const Options& options) {
+  const Options o = with_capacity(options);
   ModelBytes b;
   for_each_tensor(m, o, [&]<class Member>(Member member, DType dtype, const Shape& shape) {
     double bytes = double(size_bytes(dtype));
@@ -79,7 +108,9 @@ ModelBytes Model::bytes(const ModelSpec& m, const Options& o) {
   return b;
 }
 
-Status Model::check_memory(const std::string& name, const ModelSpec& m, const Options& o) {
+Status Model::check_memory(const std::string& name, const ModelSpec& m, const Options& options) {
+  CF_TRY(check_stream(m, options.stream()));
+  const Options o = with_capacity(options);
   const ModelBytes b = bytes(m, o);
   return check_free_memory(b.cache + b.workspace, name + ": " + std::to_string(o.slots) + " slots of " +
                                                       std::to_string(o.capacity) + " entries need " +
@@ -92,7 +123,7 @@ Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const
       options_(o),
       weights_(std::move(weights)),
       owner_(std::move(owner)),
-      lengths_(o.slots, model, o.capacity),
+      lengths_(o.slots, o.capacity, limit_of(model, o)),
       last_ids_(std::size_t(o.slots)) {
   for_each_tensor(spec_, o, [&]<class Member>(Member member, DType dtype, const Shape& shape) {
     if constexpr (std::is_same_v<Member, Tensor Model::*>)
@@ -100,11 +131,19 @@ Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const
     else
       (this->*member).emplace_back(dtype, shape);
   });
-  ops::rope_table({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape},
-                  spec_.traits.rope_theta, spec_.traits.rope_scaling);
+  if (!o.stream())
+    ops::rope_table({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape},
+                    spec_.traits.rope_theta, spec_.traits.rope_scaling);
+}
+
+EntryLimit Model::limit_of(const ModelSpec& model, const Options& o) {
+  if (o.stream()) return {std::int64_t(1) << 62, "the largest number of a position"};
+  return entry_limit(model, o.capacity, true);
 }
 
 Status Model::set_rope_table(View<const float, 2> cos, View<const float, 2> sin) {
+  if (options_.stream())
+    return refused("RoPE table: expected none for streams, whose positions have no bound, got one");
   const std::array<std::int64_t, 2> own = cos_.view<2>().shape;
   if (cos.shape != sin.shape || cos.shape[1] != own[1] || cos.shape[0] > capacity())
     return refused("RoPE table: expected up to " + std::to_string(capacity()) + " rows of " + std::to_string(own[1]) +
@@ -153,36 +192,58 @@ std::vector<std::vector<Model::Piece>> Model::passes_of(std::span<const StepPart
 Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
   const ModelShape& s = spec_.shape;
   std::vector<RowRun> table;
-  std::vector<std::int32_t> ids, positions, kv_len(std::size_t(slots()), kIdleLength);
+  const KeyWindow stream = options_.stream();
+  std::vector<std::int32_t> ids, positions, sink_positions, kv_len(std::size_t(slots()), kIdleLength);
+  std::vector<std::int64_t> row_positions;
   std::int64_t q_len = 0, max_kv_len = 0;
   for (const Piece& p : pieces) {
     table.push_back({.sequence = p.run.sequence, .first_row = std::int64_t(ids.size()), .count = p.run.count});
     q_len = std::max(q_len, p.run.count);
     if (p.is_idle) {
       ids.push_back(0);
-      positions.push_back(0);
+      row_positions.push_back(0);
       continue;
     }
     ids.insert(ids.end(), p.ids.begin(), p.ids.end());
-    for (std::int64_t i = 0; i < p.run.count; ++i) positions.push_back(std::int32_t(p.run.first_position + i));
-    const std::int64_t length = p.run.first_position + p.run.count;
-    kv_len[std::size_t(p.run.sequence)] = std::int32_t(length);
-    max_kv_len = std::max(max_kv_len, length);
+    for (std::int64_t i = 0; i < p.run.count; ++i) row_positions.push_back(p.run.first_position + i);
+    const std::int32_t length = kv_len_of(p.run.first_position + p.run.count, options_);
+    kv_len[std::size_t(p.run.sequence)] = length;
+    max_kv_len = std::max<std::int64_t>(max_kv_len, length);
   }
   const auto tokens = std::int64_t(ids.size());
+  if (stream) {
+    // A row of the table for each token, and one for the place that its query has in the cache, which the sinks see.
+    for (std::int64_t i = 0; i < tokens; ++i) {
+      positions.push_back(std::int32_t(i));
+      sink_positions.push_back(std::int32_t(tokens + i));
+      row_positions.push_back(std::min(row_positions[std::size_t(i)], stream.sinks + stream.keys - 1));
+    }
+    ops::rope_rows({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape}, row_positions,
+                   spec_.traits.rope_theta, spec_.traits.rope_scaling);
+  } else {
+    positions.assign(row_positions.begin(), row_positions.end());
+  }
 
   ModelTensors t;
   t.ids = {ids.data(), {tokens}};
   for (std::size_t i = 0; i < 2; ++i) t.hidden[i] = rows_of(hidden_[i].view<2>(), 0, tokens);
   std::size_t next = 0;
   for_each_activation(
-      s, {.batch = slots(), .q_len = q_len, .table_rows = capacity(), .capacity = capacity(), .mixed = tokens},
+      s,
+      {.batch = slots(),
+       .q_len = q_len,
+       .table_rows = cos_.view<2>().shape[0],
+       .capacity = capacity(),
+       .mixed = tokens,
+       .sinks = stream.sinks > 0},
       [&](const TensorSpec& spec, auto& view, auto shape) {
         if (is_made(spec)) point(view, activations_[next++].data(), shape, options_.activation);
       },
       t.layer);
   t.layer.positions = {positions.data(), {tokens}};
   t.layer.kv_len = {kv_len.data(), {slots()}};
+  t.layer.stream = stream;
+  if (stream.sinks > 0) t.layer.sink_positions = {sink_positions.data(), {tokens}};
   if (s.rotary_dim > 0) {
     t.layer.cos = {cos_.as<float>(), cos_.view<2>().shape};
     t.layer.sin = {sin_.as<float>(), sin_.view<2>().shape};
@@ -243,6 +304,7 @@ Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
 
 Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) {
   CF_TRY(check_step(*this, lengths_, runs, ids, logits));
+  CF_TRY(check_streams(runs));
   if (logits.stream)
     return Status::error(Code::unimplemented, "model: logits: expected memory of the host, got a device's");
   for (const std::vector<Piece>& pieces : passes_of(parts_of(runs, ids, logits), logits.own)) {
@@ -252,6 +314,21 @@ Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, 
       lengths_.set(p.run.sequence, p.run.first_position + p.run.count);
       last_ids_[std::size_t(p.run.sequence)] = p.ids.back();
     }
+  }
+  return {};
+}
+
+Status Model::check_streams(std::span<const Run> runs) const {
+  const KeyWindow stream = options_.stream();
+  if (!stream) return {};
+  for (const Run& r : runs) {
+    // The oldest key behind the sinks that the first token sees beside its own.
+    const std::int64_t oldest = stream.first(r.first_position + 1);
+    const std::int64_t kept = length(r.sequence) - (capacity() - stream.sinks);
+    if (oldest < r.first_position && oldest < kept)
+      return refused("slot " + std::to_string(r.sequence) + ": expected a first position of 0 or of " +
+                     std::to_string(kept + stream.keys - 1) + " to " + std::to_string(length(r.sequence)) +
+                     ", whose window the stream still has, got " + std::to_string(r.first_position));
   }
   return {};
 }

@@ -31,11 +31,17 @@ class Model final : public ModelRunner {
     /// Of float32: whether a token's bits are the same whatever else is in its step, which they are not where a product
     /// of more than 8 tokens has another order of sums. A step's runs then go through the model together.
     bool invariant = false;
+    /// With a window each slot is a stream without a bound. A token sees the newest `window` tokens, its own among
+    /// them, and the first `sinks` of its slot; positions are those inside the cache (StreamingLLM, Xiao et al. 2023,
+    /// arXiv:2309.17453, whose recent size is window - 1). The capacity is then what such a cache needs.
+    std::int64_t window = 0, sinks = 0;
+
+    KeyWindow stream() const { return {.keys = window, .sinks = sinks}; }
   };
 
   /// Takes memory for cache and activations; `owner` keeps the weights' memory. Refuses weights that
-  /// check_model_weights() refuses, sizes below 1, another activation dtype, `invariant` with float64, and what
-  /// check_memory() refuses.
+  /// check_model_weights() refuses, sizes below 1, another activation dtype, `invariant` with float64, a stream
+  /// of a model without RoPE or beyond its own window, and what check_memory() refuses.
   static Result<std::unique_ptr<Model>> create(const ModelSpec& model, ModelWeights weights,
                                                std::shared_ptr<const void> owner, const Options& options);
   /// What create() takes for these options.
@@ -47,6 +53,7 @@ class Model final : public ModelRunner {
   std::int64_t slots() const override { return options_.slots; }
   std::int64_t capacity() const override { return options_.capacity; }
   DType activation() const override { return options_.activation; }
+  EntryLimit limit() const override { return limit_of(spec_, options_); }
 
   std::int64_t length(std::int64_t slot) const override { return lengths_[slot]; }
 
@@ -54,6 +61,7 @@ class Model final : public ModelRunner {
   /// together. A slot without a run is idle then: its cache keeps its bits, and its row of what a site makes has no
   /// meaning.
   /// With `invariant` all runs go through it together, `chunk` tokens at a time, and no row is idle.
+  /// A stream can go back as far as its cache still has what the token there saw: Code::invalid_argument beyond that.
   Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
   /// The rows of logits are scored by the threads that made them.
   Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
@@ -69,7 +77,7 @@ class Model final : public ModelRunner {
   Status fetch(const SiteTensor& tensor, void* to) override;
 
   /// Takes the first rows of another RoPE table, (rows, rotary_dim / 2) each, in place of the library's own. Refuses
-  /// other sizes, and more rows than the capacity.
+  /// other sizes, more rows than the capacity, and a table for streams, whose positions have no bound.
   Status set_rope_table(View<const float, 2> cos, View<const float, 2> sin);
   /// With an object, every site adds its condition to it, as ops::DecodeLayer::budget() takes it; null ends that. The
   /// conditions take several times longer than the model.
@@ -77,6 +85,9 @@ class Model final : public ModelRunner {
 
  private:
   Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const void> owner, const Options& options);
+  static EntryLimit limit_of(const ModelSpec& model, const Options& options);
+  /// Refuses runs that begin before the tokens that their streams still have.
+  Status check_streams(std::span<const Run> runs) const;
   /// Calls f(member, dtype, shape) for each tensor that a model takes memory for. `member` is a Tensor or a list of
   /// them.
   template <class F>
@@ -109,7 +120,8 @@ class Model final : public ModelRunner {
   std::vector<Tensor> k_caches_, v_caches_;  // by layer: (slots, kv_heads, capacity, head_dim)
   std::vector<Tensor> activations_;          // the layer's outputs, in the order of for_each_activation
   std::vector<Tensor> hidden_;               // the embedding and the layers' outputs, in turn
-  Tensor cos_, sin_, final_norm_, logits_, step_logits_;
+  Tensor cos_, sin_;  // (capacity, rotary_dim / 2); of streams a pass's own rows: its tokens', then those for the sinks
+  Tensor final_norm_, logits_, step_logits_;
 };
 
 }  // namespace cf::cpu_ref
