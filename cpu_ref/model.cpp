@@ -5,7 +5,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "core/cache_view.hpp"
+#include "core/cache_tensors.hpp"
 #include "core/model/taps.hpp"
 #include "core/ops/rope.hpp"
 #include "core/resources.hpp"
@@ -22,6 +22,29 @@ Status refused(std::string what) { return Status::error(Code::invalid_argument, 
 /// Whether a tensor is among the activations of the walk that are made for each call and kept by no one.
 bool is_made(const TensorSpec& spec) { return spec.role == Role::output && spec.name != "output"; }
 
+/// The options with the capacity that streams need: a prompt's chunk must leave what its first token sees.
+Model::Options with_capacity(Model::Options o) {
+  if (o.window > 0) o.capacity = stream_entries(o.stream(), o.chunk);
+  return o;
+}
+
+/// Refuses streams of a model for which they have no meaning.
+Status check_stream(const ModelSpec& m, const KeyWindow& stream) {
+  CF_TRY(check_window("model", stream));
+  if (!stream) return {};
+  if (m.traits.positions == Positions::learned || m.shape.rotary_dim == 0)
+    return refused("window, sinks: expected a model with RoPE, got one without");
+  if (m.traits.window > 0 && stream.keys + stream.sinks > m.traits.window)
+    return refused("window, sinks: expected at most the config's sliding_window " + std::to_string(m.traits.window) +
+                   " in all, got " + std::to_string(stream.keys + stream.sinks));
+  return {};
+}
+
+/// What ops are told of a slot's length.
+std::int32_t kv_len_of(std::int64_t length, const Model::Options& o) {
+  return o.window > 0 ? stream_length(length, o.capacity, o.sinks) : std::int32_t(length);
+}
+
 /// Row `row` of a matrix.
 AnyView<2> row_of(Tensor& matrix, std::int64_t row, std::int64_t rows = 1) {
   AnyView<2> v = matrix.view<2>();
@@ -33,9 +56,12 @@ AnyView<2> row_of(Tensor& matrix, std::int64_t row, std::int64_t rows = 1) {
 }  // namespace
 
 Result<std::unique_ptr<Model>> Model::create(const ModelSpec& model, ModelWeights weights,
-                                             std::shared_ptr<const void> owner, const Options& o) {
+                                             std::shared_ptr<const void> owner, const Options& options) {
   CF_TRY(check_model_weights(model, weights));
   constexpr std::int64_t most = std::int64_t(1) << 31;
+  CF_TRY(check_sizes({{"chunk", options.chunk, most}}));
+  CF_TRY(check_stream(model, options.stream()));
+  const Options o = with_capacity(options);
   CF_TRY(check_sizes({{"slots", o.slots, most}, {"capacity", o.capacity, most - 1}, {"chunk", o.chunk, most}}));
   if (o.activation != DType::f32 && o.activation != DType::f64)
     return refused("expected activations of float32 or float64, got " + std::string(to_string(o.activation)));
@@ -47,12 +73,13 @@ template <class F>
 void Model::for_each_tensor(const ModelSpec& m, const Options& o, F&& f) {
   const ModelShape& s = m.shape;
   const std::int64_t tokens = std::max(o.slots, std::min(o.chunk, o.capacity));
+  const bool sinks = o.sinks > 0;
   for (std::int64_t i = 0; i < s.num_layers; ++i)
     for (auto caches : {&Model::k_caches_, &Model::v_caches_})
       f(caches, o.activation, Shape{o.slots, s.num_kv_heads, o.capacity, s.head_dim});
   LayerTensors views;
   for_each_activation(
-      s, {.batch = tokens},
+      s, {.batch = tokens, .sinks = sinks},
       [&](const TensorSpec& spec, auto&, const auto& shape) {
         if (is_made(spec)) f(&Model::activations_, o.activation, Shape(shape.begin(), shape.end()));
       },
@@ -60,10 +87,12 @@ void Model::for_each_tensor(const ModelSpec& m, const Options& o, F&& f) {
   for (int i = 0; i < 2; ++i) f(&Model::hidden_, o.activation, Shape{tokens, s.hidden_size});
   f(&Model::final_norm_, o.activation, Shape{tokens, s.hidden_size});
   for (auto logits : {&Model::logits_, &Model::step_logits_}) f(logits, o.activation, Shape{o.slots, s.vocab_size});
-  for (auto table : {&Model::cos_, &Model::sin_}) f(table, DType::f32, Shape{o.capacity, s.rotary_dim / 2});
+  const std::int64_t table_rows = o.window > 0 ? 2 * tokens : o.capacity;
+  for (auto table : {&Model::cos_, &Model::sin_}) f(table, DType::f32, Shape{table_rows, s.rotary_dim / 2});
 }
 
-ModelBytes Model::bytes(const ModelSpec& m, const Options& o) {
+ModelBytes Model::bytes(const ModelSpec& m, const Options& options) {
+  const Options o = with_capacity(options);
   ModelBytes b;
   for_each_tensor(m, o, [&]<class Member>(Member member, DType dtype, const Shape& shape) {
     double bytes = double(size_bytes(dtype));
@@ -76,7 +105,8 @@ ModelBytes Model::bytes(const ModelSpec& m, const Options& o) {
   return b;
 }
 
-Status Model::check_memory(const std::string& name, const ModelSpec& m, const Options& o) {
+Status Model::check_memory(const std::string& name, const ModelSpec& m, const Options& options) {
+  const Options o = with_capacity(options);
   const ModelBytes b = bytes(m, o);
   return check_free_memory(b.cache + b.workspace, name + ": " + std::to_string(o.slots) + " slots of " +
                                                       std::to_string(o.capacity) + " entries need " +
@@ -89,7 +119,7 @@ Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const
       options_(o),
       weights_(std::move(weights)),
       owner_(std::move(owner)),
-      lengths_(o.slots, model, o.capacity),
+      lengths_(o.slots, o.capacity, limit_of(model, o)),
       last_ids_(std::size_t(o.slots)) {
   for_each_tensor(spec_, o, [&]<class Member>(Member member, DType dtype, const Shape& shape) {
     if constexpr (std::is_same_v<Member, Tensor Model::*>)
@@ -97,11 +127,19 @@ Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const
     else
       (this->*member).emplace_back(dtype, shape);
   });
-  ops::rope_table({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape},
-                  spec_.traits.rope_theta, spec_.traits.rope_scaling);
+  if (!o.stream())
+    ops::rope_table({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape},
+                    spec_.traits.rope_theta, spec_.traits.rope_scaling);
+}
+
+EntryLimit Model::limit_of(const ModelSpec& model, const Options& o) {
+  if (o.stream()) return {std::int64_t(1) << 62, "the largest number of a position"};
+  return entry_limit(model, o.capacity, true);
 }
 
 Status Model::set_rope_table(View<const float, 2> cos, View<const float, 2> sin) {
+  if (options_.stream())
+    return refused("RoPE table: expected none for streams, whose positions have no bound, got one");
   const std::array<std::int64_t, 2> own = cos_.view<2>().shape;
   if (cos.shape != sin.shape || cos.shape[1] != own[1] || cos.shape[0] > capacity())
     return refused("RoPE table: expected up to " + std::to_string(capacity()) + " rows of " + std::to_string(own[1]) +
@@ -112,27 +150,50 @@ Status Model::set_rope_table(View<const float, 2> cos, View<const float, 2> sin)
   return {};
 }
 
-Status Model::pass(std::int64_t slot, std::span<const std::int32_t> ids, std::span<const std::int32_t> kv_len,
+Status Model::pass(std::int64_t slot, std::span<const std::int32_t> ids, std::span<const std::int64_t> lengths,
                    AnyView<2> logits, const Visit& visit) {
   const ModelShape& s = spec_.shape;
-  const auto batch = std::int64_t(kv_len.size()), tokens = std::int64_t(ids.size()), q_len = tokens / batch;
-  std::vector<std::int32_t> positions;
-  for (std::int32_t n : kv_len)
-    for (std::int64_t i = 0; i < q_len; ++i)
-      positions.push_back(n == kIdleLength ? 0 : std::int32_t(n - q_len + i));  // an idle row needs some valid position
+  const KeyWindow stream = options_.stream();
+  const auto batch = std::int64_t(lengths.size()), tokens = std::int64_t(ids.size()), q_len = tokens / batch;
+  std::vector<std::int32_t> positions, sink_positions, kv_len;
+  std::vector<std::int64_t> stream_positions;
+  for (std::int64_t n : lengths) {
+    kv_len.push_back(kv_len_of(n, options_));
+    // An idle row needs some valid position.
+    for (std::int64_t i = 0; i < q_len; ++i) stream_positions.push_back(n == kIdleLength ? 0 : n - q_len + i);
+  }
+  if (stream) {
+    // A row of the table for each token, and one for the place that its query has in the cache, which the sinks see.
+    for (std::int64_t i = 0; i < tokens; ++i) {
+      positions.push_back(std::int32_t(i));
+      sink_positions.push_back(std::int32_t(tokens + i));
+      stream_positions.push_back(std::min(stream_positions[std::size_t(i)], stream.sinks + stream.keys - 1));
+    }
+    ops::rope_rows({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape}, stream_positions,
+                   spec_.traits.rope_theta, spec_.traits.rope_scaling);
+  } else {
+    positions.assign(stream_positions.begin(), stream_positions.end());
+  }
 
   ModelTensors t;
   t.ids = {ids.data(), {tokens}};
   for (std::size_t i = 0; i < 2; ++i) t.hidden[i] = row_of(hidden_[i], 0, tokens);
   std::size_t next = 0;
   for_each_activation(
-      s, {.batch = batch, .q_len = q_len, .table_rows = capacity(), .capacity = capacity()},
+      s,
+      {.batch = batch,
+       .q_len = q_len,
+       .table_rows = cos_.view<2>().shape[0],
+       .capacity = capacity(),
+       .sinks = stream.sinks > 0},
       [&](const TensorSpec& spec, auto& view, auto shape) {
         if (is_made(spec)) point(view, activations_[next++].data(), shape, options_.activation);
       },
       t.layer);
   t.layer.positions = {positions.data(), {tokens}};
   t.layer.kv_len = {kv_len.data(), {batch}};
+  t.layer.stream = stream;
+  if (stream.sinks > 0) t.layer.sink_positions = {sink_positions.data(), {tokens}};
   if (s.rotary_dim > 0) {
     t.layer.cos = {cos_.as<float>(), cos_.view<2>().shape};
     t.layer.sin = {sin_.as<float>(), sin_.view<2>().shape};
@@ -158,6 +219,7 @@ Status Model::pass(std::int64_t slot, std::span<const std::int32_t> ids, std::sp
 
 Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) {
   CF_TRY(check_step(*this, lengths_, runs, ids, logits));
+  CF_TRY(check_streams(runs));
   if (logits.stream)
     return Status::error(Code::unimplemented, "model: logits: expected memory of the host, got a device's");
   std::vector<StepPart> decoding;
@@ -170,6 +232,21 @@ Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, 
   return decode(decoding);
 }
 
+Status Model::check_streams(std::span<const Run> runs) const {
+  const KeyWindow stream = options_.stream();
+  if (!stream) return {};
+  for (const Run& r : runs) {
+    // The oldest key behind the sinks that the first token sees beside its own.
+    const std::int64_t oldest = stream.first(r.first_position + 1);
+    const std::int64_t kept = length(r.sequence) - (capacity() - stream.sinks);
+    if (oldest < r.first_position && oldest < kept)
+      return refused("slot " + std::to_string(r.sequence) + ": expected a first position of 0 or of " +
+                     std::to_string(kept + stream.keys - 1) + " to " + std::to_string(length(r.sequence)) +
+                     ", whose window the stream still has, got " + std::to_string(r.first_position));
+  }
+  return {};
+}
+
 Status Model::read(const StepPart& prompt, bool own) {
   const std::int64_t slot = prompt.run.sequence;
   const AnyView<2> own_row = row_of(logits_, slot), logits = own && prompt.rows.shape[0] == 0 ? own_row : prompt.rows;
@@ -178,16 +255,16 @@ Status Model::read(const StepPart& prompt, bool own) {
   while (!ids.empty()) {
     const std::span<const std::int32_t> chunk = ids.first(std::min(ids.size(), std::size_t(options_.chunk)));
     ids = ids.subspan(chunk.size());
-    const auto kv_len = std::int32_t(first + std::int64_t(chunk.size()));
+    const std::int64_t end = first + std::int64_t(chunk.size());
     // The chunk's tokens that are among the last rows of the call.
     AnyView<2> rows = logits;
     rows.data = static_cast<char*>(logits.data) +
                 (logits.shape[0] - rows_left) * logits.shape[1] * std::int64_t(size_bytes(logits.dtype));
     rows.shape[0] = std::max<std::int64_t>(0, rows_left - std::int64_t(ids.size()));
     rows_left -= rows.shape[0];
-    CF_TRY(pass(slot, chunk, std::span(&kv_len, 1), rows, visit_));
-    lengths_.set(slot, kv_len);
-    first = kv_len;
+    CF_TRY(pass(slot, chunk, std::span(&end, 1), rows, visit_));
+    lengths_.set(slot, end);
+    first = end;
     last_ids_[std::size_t(slot)] = chunk.back();
   }
   if (own && logits.data != own_row.data)
@@ -200,12 +277,13 @@ Status Model::decode(std::span<const StepPart> parts) {
   if (parts.empty()) return {};
   // Every slot has a row, so that what a row is given does not depend on the number of runs; the rest are idle.
   const auto rows = static_cast<std::size_t>(slots());
-  std::vector<std::int32_t> ids(rows), kv_len(rows, kIdleLength);
+  std::vector<std::int32_t> ids(rows);
+  std::vector<std::int64_t> lengths(rows, kIdleLength);
   for (const StepPart& p : parts) {
     ids[std::size_t(p.run.sequence)] = p.ids[0];
-    kv_len[std::size_t(p.run.sequence)] = std::int32_t(p.run.first_position + 1);
+    lengths[std::size_t(p.run.sequence)] = p.run.first_position + 1;
   }
-  CF_TRY(pass(0, ids, kv_len, step_logits_.view<2>(), visit_));
+  CF_TRY(pass(0, ids, lengths, step_logits_.view<2>(), visit_));
   for (const StepPart& p : parts) {
     const std::int64_t slot = p.run.sequence;
     lengths_.set(slot, p.run.first_position + 1);
@@ -219,8 +297,9 @@ Status Model::decode(std::span<const StepPart> parts) {
 
 std::string Model::first_nan(std::int64_t slot) {
   std::string found;
-  const std::int32_t id = last_ids_[std::size_t(slot)], kv_len = std::int32_t(length(slot));
-  const Status ended = pass(slot, std::span(&id, 1), std::span(&kv_len, 1), row_of(logits_, slot),
+  const std::int32_t id = last_ids_[std::size_t(slot)];
+  const std::int64_t end = length(slot);
+  const Status ended = pass(slot, std::span(&id, 1), std::span(&end, 1), row_of(logits_, slot),
                             [&](const ModelSite& site, std::span<const SiteTensor> tensors) -> Status {
                               for (const SiteTensor& t : tensors)
                                 if (found.empty() && t.role == Role::output && has_nan(t)) found = site.name();

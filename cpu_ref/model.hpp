@@ -28,10 +28,17 @@ class Model final : public ModelRunner {
     std::int64_t capacity = 2048;   // cache entries of a slot
     std::int64_t chunk = 512;       // tokens that a prefill takes through the model at once
     DType activation = DType::f32;  // or f64
+    /// With a window each slot is a stream without a bound. A token sees the newest `window` tokens, its own among them,
+    /// and the first `sinks` of its slot; positions are those inside the cache (StreamingLLM, Xiao et al. 2023,
+    /// arXiv:2309.17453, whose recent size is window - 1). The capacity is then what such a cache needs.
+    std::int64_t window = 0, sinks = 0;
+
+    KeyWindow stream() const { return {.keys = window, .sinks = sinks}; }
   };
 
   /// Takes memory for cache and activations; `owner` keeps the weights' memory. Refuses weights that
-  /// check_model_weights() refuses, sizes below 1, another activation dtype, and what check_memory() refuses.
+  /// check_model_weights() refuses, sizes below 1, another activation dtype, a stream of a model
+  /// without RoPE or beyond its own window, and what check_memory() refuses.
   static Result<std::unique_ptr<Model>> create(const ModelSpec& model, ModelWeights weights,
                                                std::shared_ptr<const void> owner, const Options& options);
   /// What create() takes for these options.
@@ -43,12 +50,14 @@ class Model final : public ModelRunner {
   std::int64_t slots() const override { return options_.slots; }
   std::int64_t capacity() const override { return options_.capacity; }
   DType activation() const override { return options_.activation; }
+  EntryLimit limit() const override { return limit_of(spec_, options_); }
 
   std::int64_t length(std::int64_t slot) const override { return lengths_[slot]; }
 
   /// A prompt's run goes through the model by itself, `chunk` tokens at a time; those that decode go through it
   /// together. A slot without a run is idle then: its cache keeps its bits, and its row of what a site makes has no
   /// meaning.
+  /// A stream can go back as far as its cache still has what the token there saw: Code::invalid_argument beyond that.
   Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
@@ -58,7 +67,8 @@ class Model final : public ModelRunner {
   Status fetch(const SiteTensor& tensor, void* to) override;
 
   /// Takes the first rows of another RoPE table, (rows, rotary_dim / 2) each, in place of the library's own. Refuses
-  /// other sizes, and more rows than the capacity.
+  /// other sizes, more rows than the capacity, and a table for streams, whose
+  /// positions have no bound.
   Status set_rope_table(View<const float, 2> cos, View<const float, 2> sin);
   /// With an object, every site adds its condition to it, as ops::DecodeLayer::budget() takes it; null ends that. The
   /// conditions take several times longer than the model.
@@ -66,13 +76,16 @@ class Model final : public ModelRunner {
 
  private:
   Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const void> owner, const Options& options);
+  static EntryLimit limit_of(const ModelSpec& model, const Options& options);
+  /// Refuses runs that begin before the tokens that their streams still have.
+  Status check_streams(std::span<const Run> runs) const;
   /// Calls f(member, dtype, shape) for each tensor that a model takes memory for. `member` is a Tensor or a list of
   /// them.
   template <class F>
   static void for_each_tensor(const ModelSpec& model, const Options& options, F&& f);
   /// Takes `ids` through the model, for the slots from `slot` on, each with as many tokens; the logits are those of the
-  /// last rows. `kv_len` is each slot's, with the new tokens, or kIdleLength.
-  Status pass(std::int64_t slot, std::span<const std::int32_t> ids, std::span<const std::int32_t> kv_len,
+  /// last rows. `lengths` are the slots', with the new tokens, or kIdleLength.
+  Status pass(std::int64_t slot, std::span<const std::int32_t> ids, std::span<const std::int64_t> lengths,
               AnyView<2> logits, const Visit& visit);
   Status read(const StepPart& prompt, bool own);
   Status decode(std::span<const StepPart> parts);
@@ -91,7 +104,8 @@ class Model final : public ModelRunner {
   std::vector<Tensor> k_caches_, v_caches_;  // by layer: (slots, kv_heads, capacity, head_dim)
   std::vector<Tensor> activations_;          // the layer's outputs, in the order of for_each_activation
   std::vector<Tensor> hidden_;               // the embedding and the layers' outputs, in turn
-  Tensor cos_, sin_, final_norm_, logits_, step_logits_;
+  Tensor cos_, sin_;  // (capacity, rotary_dim / 2); of streams a step's own rows: its tokens', then those of the sinks
+  Tensor final_norm_, logits_, step_logits_;
 };
 
 }  // namespace cf::cpu_ref
