@@ -33,13 +33,17 @@ Args part_of(const Args& args, const RowGroup& group) {
   using Op = typename Args::Op;
   Args part = args;
   Op::tensors(Op::dims(args), part, [&]<class V>(const TensorSpec& t, V& view, const auto&) {
-    if (t.role == Role::length) {
+    if (t.role == Role::length || t.role == Role::page_table) {
       view = part_of(view, group.sequence, group.sequences);
     } else if (t.role == Role::input || t.role == Role::output || t.role == Role::position) {
       view = part_of(view, group.first_row, group.rows());
     } else if (t.role == Role::state || t.role == Role::cache) {
-      if constexpr (V::rank == 4 && std::is_void_v<std::remove_const_t<typename V::element>>)
-        view = cache_of(view, group.sequence, group.sequences);
+      // Pages are no sequence's alone.
+      if constexpr (requires {
+                      args.page_table;
+                      cache_of(view, 0, 1);
+                    })
+        if (!args.page_table) view = cache_of(view, group.sequence, group.sequences);
     }
   });
   part.runs = {};

@@ -5,7 +5,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "core/cache_view.hpp"
+#include "core/cache_tensors.hpp"
 #include "core/model/taps.hpp"
 #include "core/ops/rope.hpp"
 #include "core/resources.hpp"
@@ -23,6 +23,29 @@ Status refused(std::string what) { return Status::error(Code::invalid_argument, 
 /// Whether a tensor is among the activations of the walk that are made for each call and kept by no one.
 bool is_made(const TensorSpec& spec) { return spec.role == Role::output && spec.name != "output"; }
 
+/// The options with the capacity that streams need: a prompt's chunk must leave what its first token sees.
+Model::Options with_capacity(Model::Options o) {
+  if (o.window > 0) o.capacity = stream_entries(o.stream(), o.chunk);
+  return o;
+}
+
+/// Refuses streams of a model for which they have no meaning.
+Status check_stream(const ModelSpec& m, const KeyWindow& stream) {
+  CF_TRY(check_window("model", stream));
+  if (!stream) return {};
+  if (m.traits.positions == Positions::learned || m.shape.rotary_dim == 0)
+    return refused("window, sinks: expected a model with RoPE, got one without");
+  if (m.traits.window > 0 && stream.keys + stream.sinks > m.traits.window)
+    return refused("window, sinks: expected at most the config's sliding_window " + std::to_string(m.traits.window) +
+                   " in all, got " + std::to_string(stream.keys + stream.sinks));
+  return {};
+}
+
+/// What ops are told of a slot's length.
+std::int32_t kv_len_of(std::int64_t length, const Model::Options& o) {
+  return o.window > 0 ? stream_length(length, o.capacity, o.sinks) : std::int32_t(length);
+}
+
 /// Rows [first, first + count) of a matrix.
 AnyView<2> rows_of(AnyView<2> matrix, std::int64_t first, std::int64_t count = 1) {
   matrix.data = static_cast<char*>(matrix.data) + first * matrix.shape[1] * std::int64_t(size_bytes(matrix.dtype));
@@ -33,12 +56,22 @@ AnyView<2> rows_of(AnyView<2> matrix, std::int64_t first, std::int64_t count = 1
 }  // namespace
 
 Result<std::unique_ptr<Model>> Model::create(const ModelSpec& model, ModelWeights weights,
-                                             std::shared_ptr<const void> owner, const Options& o) {
+                                             std::shared_ptr<const void> owner, const Options& options) {
   CF_TRY(check_model_weights(model, weights));
   constexpr std::int64_t most = std::int64_t(1) << 31;
+  CF_TRY(check_sizes({{"chunk", options.chunk, most}}));
+  CF_TRY(check_stream(model, options.stream()));
+  const Options o = with_capacity(options);
   CF_TRY(check_sizes({{"slots", o.slots, most}, {"capacity", o.capacity, most - 1}, {"chunk", o.chunk, most}}));
   if (o.activation != DType::f32 && o.activation != DType::f64)
     return refused("expected activations of float32 or float64, got " + std::string(to_string(o.activation)));
+  if (o.pages != 0) {
+    CF_TRY(check_sizes({{"pages", o.pages, most - 1}, {"page_entries", o.page_entries, most - 1}}));
+    if (o.stream()) return refused("pages: expected none for streams, got " + std::to_string(o.pages));
+    if (o.capacity > o.pages * o.page_entries)
+      return refused("capacity: expected at most " + std::to_string(o.pages * o.page_entries) + " entries, those of " +
+                     std::to_string(o.pages) + " pages, got " + std::to_string(o.capacity));
+  }
   if (o.invariant && o.activation != DType::f32)
     return refused("invariant: expected activations of float32, got " + std::string(to_string(o.activation)));
   CF_TRY(check_memory("model", model, o));
@@ -49,12 +82,15 @@ template <class F>
 void Model::for_each_tensor(const ModelSpec& m, const Options& o, F&& f) {
   const ModelShape& s = m.shape;
   const std::int64_t tokens = std::max(o.slots, std::min(o.chunk, o.capacity));
+  const bool sinks = o.sinks > 0;
   for (std::int64_t i = 0; i < s.num_layers; ++i)
     for (auto caches : {&Model::k_caches_, &Model::v_caches_})
-      f(caches, o.activation, Shape{o.slots, s.num_kv_heads, o.capacity, s.head_dim});
+      f(caches, o.activation,
+        o.pages > 0 ? Shape{o.pages, s.num_kv_heads, o.page_entries, s.head_dim}
+                    : Shape{o.slots, s.num_kv_heads, o.capacity, s.head_dim});
   LayerTensors views;
   for_each_activation(
-      s, {.batch = tokens},
+      s, {.batch = tokens, .sinks = sinks},
       [&](const TensorSpec& spec, auto&, const auto& shape) {
         if (is_made(spec)) f(&Model::activations_, o.activation, Shape(shape.begin(), shape.end()));
       },
@@ -62,10 +98,12 @@ void Model::for_each_tensor(const ModelSpec& m, const Options& o, F&& f) {
   for (int i = 0; i < 2; ++i) f(&Model::hidden_, o.activation, Shape{tokens, s.hidden_size});
   f(&Model::final_norm_, o.activation, Shape{tokens, s.hidden_size});
   for (auto logits : {&Model::logits_, &Model::step_logits_}) f(logits, o.activation, Shape{o.slots, s.vocab_size});
-  for (auto table : {&Model::cos_, &Model::sin_}) f(table, DType::f32, Shape{o.capacity, s.rotary_dim / 2});
+  const std::int64_t table_rows = o.window > 0 ? 2 * tokens : o.capacity;
+  for (auto table : {&Model::cos_, &Model::sin_}) f(table, DType::f32, Shape{table_rows, s.rotary_dim / 2});
 }
 
-ModelBytes Model::bytes(const ModelSpec& m, const Options& o) {
+ModelBytes Model::bytes(const ModelSpec& m, const Options& options) {
+  const Options o = with_capacity(options);
   ModelBytes b;
   for_each_tensor(m, o, [&]<class Member>(Member member, DType dtype, const Shape& shape) {
     double bytes = double(size_bytes(dtype));
@@ -78,12 +116,14 @@ ModelBytes Model::bytes(const ModelSpec& m, const Options& o) {
   return b;
 }
 
-Status Model::check_memory(const std::string& name, const ModelSpec& m, const Options& o) {
+Status Model::check_memory(const std::string& name, const ModelSpec& m, const Options& options) {
+  const Options o = with_capacity(options);
   const ModelBytes b = bytes(m, o);
-  return check_free_memory(b.cache + b.workspace, name + ": " + std::to_string(o.slots) + " slots of " +
-                                                      std::to_string(o.capacity) + " entries need " +
-                                                      gigabytes(b.cache) + " for the cache and " +
-                                                      gigabytes(b.workspace) + " for activations");
+  const std::string cache = o.pages > 0 ? std::to_string(o.pages) + " pages of " + std::to_string(o.page_entries)
+                                        : std::to_string(o.slots) + " slots of " + std::to_string(o.capacity);
+  return check_free_memory(b.cache + b.workspace, name + ": " + cache + " entries need " + gigabytes(b.cache) +
+                                                      " for the cache and " + gigabytes(b.workspace) +
+                                                      " for activations");
 }
 
 Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const void> owner, const Options& o)
@@ -91,7 +131,7 @@ Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const
       options_(o),
       weights_(std::move(weights)),
       owner_(std::move(owner)),
-      lengths_(o.slots, model, o.capacity),
+      lengths_(o.slots, o.capacity, limit_of(model, o)),
       last_ids_(std::size_t(o.slots)) {
   for_each_tensor(spec_, o, [&]<class Member>(Member member, DType dtype, const Shape& shape) {
     if constexpr (std::is_same_v<Member, Tensor Model::*>)
@@ -99,11 +139,20 @@ Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const
     else
       (this->*member).emplace_back(dtype, shape);
   });
-  ops::rope_table({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape},
-                  spec_.traits.rope_theta, spec_.traits.rope_scaling);
+  if (o.pages > 0) pool_.emplace(o.slots, o.pages, o.page_entries);
+  if (!o.stream())
+    ops::rope_table({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape},
+                    spec_.traits.rope_theta, spec_.traits.rope_scaling);
+}
+
+EntryLimit Model::limit_of(const ModelSpec& model, const Options& o) {
+  if (o.stream()) return {std::int64_t(1) << 62, "the largest number of a position"};
+  return entry_limit(model, o.capacity, true);
 }
 
 Status Model::set_rope_table(View<const float, 2> cos, View<const float, 2> sin) {
+  if (options_.stream())
+    return refused("RoPE table: expected none for streams, whose positions have no bound, got one");
   const std::array<std::int64_t, 2> own = cos_.view<2>().shape;
   if (cos.shape != sin.shape || cos.shape[1] != own[1] || cos.shape[0] > capacity())
     return refused("RoPE table: expected up to " + std::to_string(capacity()) + " rows of " + std::to_string(own[1]) +
@@ -133,7 +182,7 @@ std::vector<std::vector<Model::Piece>> Model::passes_of(std::span<const StepPart
     for (std::int64_t first = 0, n; first < count; first += n) {
       if (room == 0) {
         passes.emplace_back();
-        room = options_.invariant ? most_tokens() : options_.chunk;
+        room = options_.invariant ? std::min(options_.chunk, most_tokens()) : options_.chunk;
       }
       n = std::min(count - first, room);
       // The piece's tokens that are among the run's last rows.
@@ -152,36 +201,66 @@ std::vector<std::vector<Model::Piece>> Model::passes_of(std::span<const StepPart
 Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
   const ModelShape& s = spec_.shape;
   std::vector<RowRun> table;
-  std::vector<std::int32_t> ids, positions, kv_len(std::size_t(slots()), kIdleLength);
+  const KeyWindow stream = options_.stream();
+  std::vector<std::int32_t> ids, positions, sink_positions, kv_len(std::size_t(slots()), kIdleLength);
+  std::vector<std::int64_t> stream_positions;
   std::int64_t q_len = 0, max_kv_len = 0;
   for (const Piece& p : pieces) {
     table.push_back({.sequence = p.run.sequence, .first_row = std::int64_t(ids.size()), .count = p.run.count});
     q_len = std::max(q_len, p.run.count);
     if (p.is_idle) {
       ids.push_back(0);
-      positions.push_back(0);
+      stream_positions.push_back(0);  // an idle row needs some valid position
       continue;
     }
     ids.insert(ids.end(), p.ids.begin(), p.ids.end());
-    for (std::int64_t i = 0; i < p.run.count; ++i) positions.push_back(std::int32_t(p.run.first_position + i));
-    const std::int64_t length = p.run.first_position + p.run.count;
-    kv_len[std::size_t(p.run.sequence)] = std::int32_t(length);
-    max_kv_len = std::max(max_kv_len, length);
+    for (std::int64_t i = 0; i < p.run.count; ++i) stream_positions.push_back(p.run.first_position + i);
+    const std::int32_t length = kv_len_of(p.run.first_position + p.run.count, options_);
+    kv_len[std::size_t(p.run.sequence)] = length;
+    max_kv_len = std::max<std::int64_t>(max_kv_len, length);
   }
   const auto tokens = std::int64_t(ids.size());
+  if (stream) {
+    // A row of the table for each token, and one for the place that its query has in the cache, which the sinks see.
+    for (std::int64_t i = 0; i < tokens; ++i) {
+      positions.push_back(std::int32_t(i));
+      sink_positions.push_back(std::int32_t(tokens + i));
+      stream_positions.push_back(std::min(stream_positions[std::size_t(i)], stream.sinks + stream.keys - 1));
+    }
+    ops::rope_rows({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape}, stream_positions,
+                   spec_.traits.rope_theta, spec_.traits.rope_scaling);
+  } else {
+    positions.assign(stream_positions.begin(), stream_positions.end());
+  }
+
+  // A row of the table for each slot, of the pages that `capacity` entries need.
+  const std::int64_t slot_pages = pool_ ? (capacity() + page_entries() - 1) / page_entries() : 0;
+  std::vector<std::int32_t> pages(std::size_t(slots() * slot_pages), -1);
+  for (std::int64_t slot = 0; pool_ && slot < slots(); ++slot)
+    std::copy(pool_->table(slot).begin(), pool_->table(slot).end(), pages.begin() + slot * slot_pages);
 
   ModelTensors t;
   t.ids = {ids.data(), {tokens}};
   for (std::size_t i = 0; i < 2; ++i) t.hidden[i] = rows_of(hidden_[i].view<2>(), 0, tokens);
   std::size_t next = 0;
   for_each_activation(
-      s, {.batch = slots(), .q_len = q_len, .table_rows = capacity(), .capacity = capacity(), .mixed = tokens},
+      s,
+      {.batch = slots(),
+       .q_len = q_len,
+       .table_rows = cos_.view<2>().shape[0],
+       .capacity = pool_ ? slot_pages * page_entries() : capacity(),
+       .mixed = tokens,
+       .pool = pool_ ? PageSizes{pool_->pages(), page_entries()} : PageSizes{},
+       .sinks = stream.sinks > 0},
       [&](const TensorSpec& spec, auto& view, auto shape) {
         if (is_made(spec)) point(view, activations_[next++].data(), shape, options_.activation);
       },
       t.layer);
   t.layer.positions = {positions.data(), {tokens}};
   t.layer.kv_len = {kv_len.data(), {slots()}};
+  if (pool_) t.layer.page_table = {pages.data(), {slots(), slot_pages}};
+  t.layer.stream = stream;
+  if (stream.sinks > 0) t.layer.sink_positions = {sink_positions.data(), {tokens}};
   if (s.rotary_dim > 0) {
     t.layer.cos = {cos_.as<float>(), cos_.view<2>().shape};
     t.layer.sin = {sin_.as<float>(), sin_.view<2>().shape};
@@ -242,8 +321,10 @@ Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
 
 Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) {
   CF_TRY(check_step(*this, lengths_, runs, ids, logits));
+  CF_TRY(check_streams(runs));
   if (logits.stream)
     return Status::error(Code::unimplemented, "model: logits: expected memory of the host, got a device's");
+  CF_TRY(reserve(runs));
   for (const std::vector<Piece>& pieces : passes_of(parts_of(runs, ids, logits), logits.own)) {
     CF_TRY(pass(pieces, visit_));
     for (const Piece& p : pieces) {
@@ -255,11 +336,67 @@ Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, 
   return {};
 }
 
+Status Model::check_streams(std::span<const Run> runs) const {
+  const KeyWindow stream = options_.stream();
+  if (!stream) return {};
+  for (const Run& r : runs) {
+    // The oldest key behind the sinks that the first token sees beside its own.
+    const std::int64_t oldest = stream.first(r.first_position + 1);
+    const std::int64_t kept = length(r.sequence) - (capacity() - stream.sinks);
+    if (oldest < r.first_position && oldest < kept)
+      return refused("slot " + std::to_string(r.sequence) + ": expected a first position of 0 or of " +
+                     std::to_string(kept + stream.keys - 1) + " to " + std::to_string(length(r.sequence)) +
+                     ", whose window the stream still has, got " + std::to_string(r.first_position));
+  }
+  return {};
+}
+
+Status Model::check_room(std::span<const Run> runs) const {
+  if (!pool_) return {};
+  std::vector<PagePool::Write> writes;
+  for (const Run& r : runs) writes.push_back({.sequence = r.sequence, .first = r.first_position, .count = r.count});
+  return pool_->check(writes);
+}
+
+Status Model::reserve(std::span<const Run> runs) {
+  if (!pool_) return {};
+  std::vector<PagePool::Write> writes;
+  for (const Run& r : runs) writes.push_back({.sequence = r.sequence, .first = r.first_position, .count = r.count});
+  CF_TRY_ASSIGN(const std::vector<PagePool::Copy> copies, pool_->reserve(writes));
+  const CacheView pages(k_caches_[0].view<4>());
+  const std::int64_t element = std::int64_t(size_bytes(options_.activation));
+  for (const PagePool::Copy& c : copies)
+    for (auto* caches : {&k_caches_, &v_caches_})
+      for (Tensor& cache : *caches)
+        for (std::int64_t head = 0; head < pages.heads(); ++head) {
+          char* const data = static_cast<char*>(cache.data());
+          std::memcpy(data + pages.entry(c.to, head, 0) * element, data + pages.entry(c.from, head, 0) * element,
+                      std::size_t(c.entries * pages.head_dim() * element));
+        }
+  // What is written anew is not valid before its pass has run.
+  for (const Run& r : runs) lengths_.set(r.sequence, r.first_position);
+  return {};
+}
+
+void Model::release(std::int64_t slot) {
+  lengths_.set(slot, 0);
+  if (pool_) pool_->release(slot);
+}
+
+Status Model::fork(std::int64_t from, std::int64_t to, std::int64_t n) {
+  if (!pool_) return ModelRunner::fork(from, to, n);
+  CF_TRY(pool_->fork(from, to, n));
+  lengths_.set(to, n);
+  return {};
+}
+
 std::string Model::first_nan(std::int64_t slot) {
   std::string found;
   const Piece last{.run = {.sequence = slot, .first_position = length(slot) - 1},
                    .ids = std::span(&last_ids_[std::size_t(slot)], 1),
                    .own = true};
+  if (!reserve(std::span(&last.run, 1))) return "";
+  lengths_.set(slot, last.run.first_position + 1);
   const Status ended =
       pass(std::span(&last, 1), [&](const ModelSite& site, std::span<const SiteTensor> tensors) -> Status {
         for (const SiteTensor& t : tensors)

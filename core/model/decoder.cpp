@@ -74,7 +74,7 @@ struct Decoder::State {
       : lease(std::move(l)),
         model(runner.model()),
         activation(runner.activation()),
-        limit(entry_limit(model, runner.capacity())),
+        limit(runner.limit()),
         step_tokens(std::max<std::int64_t>(0, options.step_tokens.value_or(runner.preferred_step_tokens()))),
         share_prefixes(options.share_prefixes),
         taken(std::size_t(lease->slots())) {}

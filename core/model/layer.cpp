@@ -108,13 +108,30 @@ float scaled(float inv_freq, const RopeScaling& s) {
   return (1 - share) * inv_freq / float(s.factor) + share * inv_freq;
 }
 
+/// Float32 throughout, the power included, as Hugging Face computes it.
+float inv_freq_of(std::int64_t i, std::int64_t half, double theta, const RopeScaling& scaling) {
+  return scaled(1.0f / std::pow(float(theta), float(2 * i) / float(2 * half)), scaling);
+}
+
 }  // namespace
+
+void rope_rows(View<float, 2> cos, View<float, 2> sin, std::span<const std::int64_t> positions, double theta,
+               const RopeScaling& scaling) {
+  const std::int64_t half = cos.shape[1];
+  for (std::int64_t i = 0; i < half; ++i) {
+    const double inv_freq = inv_freq_of(i, half, theta, scaling);
+    for (std::size_t r = 0; r < positions.size(); ++r) {
+      const double angle = double(positions[r]) * inv_freq;
+      cos.data[std::int64_t(r) * half + i] = float(std::cos(angle));
+      sin.data[std::int64_t(r) * half + i] = float(std::sin(angle));
+    }
+  }
+}
 
 void rope_table(View<float, 2> cos, View<float, 2> sin, double theta, const RopeScaling& scaling) {
   const auto [rows, half] = cos.shape;
   for (std::int64_t i = 0; i < half; ++i) {
-    // Float32 throughout, the power included, as Hugging Face computes it.
-    const float inv_freq = scaled(1.0f / std::pow(float(theta), float(2 * i) / float(2 * half)), scaling);
+    const float inv_freq = inv_freq_of(i, half, theta, scaling);
     for (std::int64_t p = 0; p < rows; ++p) {
       const float angle = float(p) * inv_freq;
       cos.data[p * half + i] = std::cos(angle);

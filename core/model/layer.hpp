@@ -22,7 +22,7 @@ namespace cf {
 
 /// The keys and values of one layer, K after RoPE, as transformers' caches hold them.
 struct LayerCache {
-  AnyView<4> k{}, v{};  // (batch, kv_heads, capacity, head_dim)
+  AnyView<4> k{}, v{};  // (batch, kv_heads, capacity, head_dim), or of pages
 };
 
 /// Every tensor of one layer's step: what comes in, the cache, what each site makes, and the result.
@@ -31,7 +31,7 @@ struct LayerTensors {
   View<const std::int32_t, 1> positions{};  // (tokens)  rows of cos and sin
   View<const std::int32_t, 1> kv_len{};     // (batch)   valid entries after the append; kIdleLength where idle
   View<const float, 2> cos{}, sin{};        // (table_rows, rotary_dim / 2), or empty without RoPE
-  AnyView<4> k_cache{}, v_cache{};          // (batch, kv_heads, capacity, head_dim)
+  AnyView<4> k_cache{}, v_cache{};          // (batch, kv_heads, capacity, head_dim), or of pages
   AnyView<2> attn_in{};                     // (tokens, hidden)               input_layernorm
   AnyView<4> qkv{};                         // (tokens, heads, 3, head_dim), or as the qkv_layout says
   AnyView<4> qkv_normed{};                  // the same of qk_norm, or empty where heads have no norm
@@ -45,14 +45,21 @@ struct LayerTensors {
   std::int64_t max_kv_len = 0;              // at least the largest kv_len[b]
   /// Which rows are which sequence's; none: as many of each sequence, in order.
   RowRuns runs{};
+  View<const std::int32_t, 2> page_table{};  // (batch, pages of a sequence), or empty: a contiguous cache
+  /// Of a stream: what its newest row sees. Without one rows see what the model's own window says.
+  KeyWindow stream{};
+  View<const std::int32_t, 1> sink_positions{};  // (tokens)  rows of cos and sin for q_sinks
+  AnyView<3> q_sinks{};                          // (tokens, heads, head_dim)  q for the sinks of a stream
 };
 
 /// The sizes that the shapes of a step's tensors are made of, beside those of the model.
 struct StepSizes {
   std::int64_t batch = 1, q_len = 1;
   std::int64_t table_rows = 0;  // rows of the RoPE table: more than the largest position that a step uses
-  std::int64_t capacity = 0;    // entries that the cache has room for
+  std::int64_t capacity = 0;    // entries that a sequence's cache has room for
   std::int64_t mixed = 0;       // tokens of all runs; 0: each sequence has q_len
+  PageSizes pool{};             // the cache's pages; none: it is contiguous
+  bool sinks = false;           // whether there is q_sinks
   std::int64_t tokens() const { return mixed ? mixed : batch * q_len; }
 };
 
@@ -67,7 +74,7 @@ template <class F, class... T>
 void for_each_activation(const ModelShape& s, const StepSizes& n, F&& f, T&... t) {
   const std::int64_t tokens = n.tokens(), half = s.rotary_dim / 2;
   const auto rows = extents(tokens, s.hidden_size);
-  const auto cache = extents(n.batch, s.num_kv_heads, n.capacity, s.head_dim);
+  const auto cache = cache_extents(n, s.num_kv_heads, s.head_dim);
   const auto heads = extents(tokens, s.num_heads, s.head_dim), kv_heads = extents(tokens, s.num_kv_heads, s.head_dim);
   f(TensorSpec{Role::input, "hidden"}, t.hidden..., rows);
   f(TensorSpec{Role::position, "positions"}, t.positions..., extents(tokens));
@@ -78,6 +85,7 @@ void for_each_activation(const ModelShape& s, const StepSizes& n, F&& f, T&... t
   }
   f(TensorSpec{Role::state, "k_cache"}, t.k_cache..., cache);
   f(TensorSpec{Role::state, "v_cache"}, t.v_cache..., cache);
+  if (n.pool) f(TensorSpec{Role::page_table, "page_table", true}, t.page_table..., page_table_extents(n));
   f(TensorSpec{Role::output, "attn_in"}, t.attn_in..., rows);
   f(TensorSpec{Role::output, "qkv"}, t.qkv..., s.qkv_heads().extents_of(tokens, s.head_dim));
   if (s.head_norm)
@@ -85,6 +93,10 @@ void for_each_activation(const ModelShape& s, const StepSizes& n, F&& f, T&... t
   f(TensorSpec{Role::output, "q"}, t.q..., heads);
   f(TensorSpec{Role::output, "k"}, t.k..., kv_heads);
   f(TensorSpec{Role::output, "v"}, t.v..., kv_heads);
+  if (n.sinks) {
+    f(TensorSpec{Role::position, "sink_positions"}, t.sink_positions..., extents(tokens));
+    f(TensorSpec{Role::output, "q_sinks"}, t.q_sinks..., heads);
+  }
   f(TensorSpec{Role::output, "context"}, t.context..., heads);
   f(TensorSpec{Role::output, "attn_residual"}, t.attn_residual..., rows);
   f(TensorSpec{Role::output, "mlp_in"}, t.mlp_in..., rows);
@@ -100,6 +112,11 @@ constexpr ops::Epilogue epilogue_of(Activation a) {
     case Activation::swiglu: return ops::Epilogue::swiglu;
   }
   return ops::Epilogue::none;
+}
+
+/// Which keys the rows of a step see.
+constexpr KeyWindow window_of(const ModelSpec& m, const LayerTensors& t) {
+  return t.stream ? t.stream : KeyWindow{.keys = m.traits.window};
 }
 
 /// Calls f(site, args) for a model's norm of some rows.
@@ -162,10 +179,17 @@ Status for_each_site(const ModelSpec& m, const LayerWeights& w, const LayerTenso
                                              .q = t.q,
                                              .k = t.k,
                                              .v = t.v,
-                                             .layout = m.shape.qkv_layout}));
-  CF_TRY(f(names.kv_append,
-           ops::KvAppend::Args{
-               .k = t.k, .v = t.v, .kv_len = t.kv_len, .k_cache = t.k_cache, .v_cache = t.v_cache, .runs = t.runs}));
+                                             .layout = m.shape.qkv_layout,
+                                             .sink_positions = t.sink_positions,
+                                             .q_sinks = t.q_sinks}));
+  CF_TRY(f(names.kv_append, ops::KvAppend::Args{.k = t.k,
+                                                .v = t.v,
+                                                .kv_len = t.kv_len,
+                                                .k_cache = t.k_cache,
+                                                .v_cache = t.v_cache,
+                                                .runs = t.runs,
+                                                .page_table = t.page_table,
+                                                .window = t.stream}));
   CF_TRY(f(names.context, ops::Attention::Args{.q = t.q,
                                                .k_cache = t.k_cache,
                                                .v_cache = t.v_cache,
@@ -173,7 +197,10 @@ Status for_each_site(const ModelSpec& m, const LayerWeights& w, const LayerTenso
                                                .y = t.context,
                                                .scale = m.attention_scale(),
                                                .max_kv_len = t.max_kv_len,
-                                               .runs = t.runs}));
+                                               .runs = t.runs,
+                                               .page_table = t.page_table,
+                                               .window = window_of(m, t),
+                                               .q_sinks = t.q_sinks}));
   CF_TRY(f(names.dense, summed(context_rows, w.dense, t.attn_residual, t.hidden, m.adds_residual)));
   CF_TRY(visit_norm(traits, names.post_attention_layernorm, mlp_source, w.post_attention_layernorm, t.mlp_in, f));
   CF_TRY(f(names.dense_h_to_4h,
@@ -205,6 +232,7 @@ class LayerState {
   // The tensors of LayerTensors.
   Tensor hidden, positions, kv_len, cos, sin, k_cache, v_cache;
   Tensor attn_in, qkv, qkv_normed, q, k, v, context, attn_residual, mlp_in, mlp_act, output;
+  Tensor page_table, sink_positions, q_sinks;  // empty: neither pages nor a stream
 
  private:
   ModelShape shape_;

@@ -76,12 +76,12 @@ std::optional<std::size_t> product_of(const Nodes& nodes, std::size_t norm, cons
   return fits ? at : std::nullopt;
 }
 
-/// The append of what a Rope makes.
+/// The append of what a Rope makes. A stream's stays by itself: no fused op has its window.
 std::optional<std::size_t> append_of(const Nodes& nodes, std::size_t rope, const ops::Rope::Args& args) {
   const auto at = sole_reader(nodes, rope, args.k.data);
   const auto* append = call_of<ops::KvAppend::Args>(nodes, at);
-  const bool fits = append && append->k.data == args.k.data && append->v.data == args.v.data &&
-                    sole_reader(nodes, rope, args.v.data) == at;
+  const bool fits = append && !append->window && !args.q_sinks && append->k.data == args.k.data &&
+                    append->v.data == args.v.data && sole_reader(nodes, rope, args.v.data) == at;
   return fits ? at : std::nullopt;
 }
 
@@ -106,13 +106,13 @@ Program with_ln_qkv(Program program, const Wanted& wanted) {
     const auto turn = sole_reader(nodes, *product, linear.y.data);
     const auto* rope = call_of<ops::Rope::Args>(nodes, turn);
     if (!rope || linear.epilogue != ops::Epilogue::none || rope->qkv.data != linear.y.data ||
-        rope->qkv.size() != linear.y.size() || rope->layout != ops::QkvLayout::interleaved_by_head)
+        rope->qkv.size() != linear.y.size() || rope->layout != ops::QkvLayout::interleaved_by_head || rope->q_sinks)
       return {};
     // LnQkv writes k and v, so that others may read them.
     std::optional<std::size_t> append;
     for (std::size_t j = *turn + 1; j < nodes.size() && !append && !has(nodes[j].writes, rope->k.data); ++j)
       if (const auto* to = call_of<ops::KvAppend::Args>(nodes, j);
-          to && to->k.data == rope->k.data && to->v.data == rope->v.data)
+          to && !to->window && to->k.data == rope->k.data && to->v.data == rope->v.data)
         append = j;
     if (!append) return {};
     const auto& to = std::get<ops::KvAppend::Args>(nodes[*append].call);

@@ -79,6 +79,8 @@ class ModelRunner {
   virtual const ModelSpec& model() const = 0;
   virtual std::int64_t slots() const = 0;
   virtual std::int64_t capacity() const = 0;
+  /// The entries that a sequence may have, and what says so: entry_limit(), where the model sees all keys alike.
+  virtual EntryLimit limit() const { return entry_limit(model(), capacity()); }
   /// The dtype of the activations, the cache and the logits.
   virtual DType activation() const = 0;
   /// A slot's valid cache entries.

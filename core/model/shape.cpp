@@ -26,11 +26,11 @@ Status check_sizes(std::initializer_list<BoundedSize> sizes) {
   return {};
 }
 
-EntryLimit entry_limit(const ModelSpec& model, std::int64_t capacity) {
+EntryLimit entry_limit(const ModelSpec& model, std::int64_t capacity, bool leaves_keys_out) {
   const std::int64_t window = model.traits.window, positions = model.shape.max_positions;
   if (model.traits.positions == Positions::learned && capacity > positions)
     return {positions, "the config's max_position_embeddings"};
-  if (window == 0 || capacity <= window) return {capacity, "the cache's capacity"};
+  if (window == 0 || capacity <= window || leaves_keys_out) return {capacity, "the cache's capacity"};
   return {window, "the config's sliding_window"};
 }
 

@@ -86,8 +86,8 @@ struct EntryLimit {
   std::string_view name;
 };
 /// The cache's capacity, or where that is less the model's number of learned positions, or its window: no query leaves
-/// a key out until a sequence is longer than the window, and attention that leaves keys out is not built.
-EntryLimit entry_limit(const ModelSpec& model, std::int64_t capacity);
+/// a key out until a sequence is longer than the window. Who `leaves_keys_out` is not bound by the window.
+EntryLimit entry_limit(const ModelSpec& model, std::int64_t capacity, bool leaves_keys_out = false);
 
 /// A named size and its upper bound, for messages.
 struct BoundedSize {

@@ -21,11 +21,14 @@ class SlotLengths {
  public:
   /// Of slots with room for `capacity` entries each.
   SlotLengths(std::int64_t slots, const ModelSpec& model, std::int64_t capacity)
-      : capacity_(capacity), limit_(entry_limit(model, capacity)), lengths_(std::size_t(slots)) {}
+      : SlotLengths(slots, capacity, entry_limit(model, capacity)) {}
+  /// The same, where a runner's limit is another.
+  SlotLengths(std::int64_t slots, std::int64_t capacity, const EntryLimit& limit)
+      : capacity_(capacity), limit_(limit), lengths_(std::size_t(slots)) {}
 
   std::int64_t slots() const { return std::int64_t(lengths_.size()); }
   std::int64_t capacity() const { return capacity_; }
-  /// The entries that a slot may have: the capacity, or the model's window.
+  /// The entries that a slot may have.
   std::int64_t most() const { return limit_.most; }
   std::int64_t operator[](std::int64_t slot) const { return lengths_[std::size_t(slot)]; }
   void set(std::int64_t slot, std::int64_t length) { lengths_[std::size_t(slot)] = length; }

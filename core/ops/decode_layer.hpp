@@ -6,7 +6,7 @@ namespace cf::ops {
 /// One layer for new tokens of each sequence: every site of for_each_site writes its output to its tensor. With one
 /// token a sequence this is a decode step, with more a prefill of each sequence's last tokens. With runs each sequence
 /// has as many as its run says.
-/// Refuses what its sites refuse, what check_model() refuses, and max_kv_len beyond the model's window.
+/// Refuses what its sites refuse, what check_model() refuses, and max_kv_len beyond the model's learned positions.
 struct DecodeLayer {
   static constexpr std::string_view name = "decode_layer";
   struct Dims {
@@ -26,7 +26,8 @@ struct DecodeLayer {
     const LayerWeights& w = a.weights;
     const StepRows rows = step_rows(a.t.hidden.shape[0], a.t.kv_len.shape[0], a.t.runs);
     return {a.model,
-            {rows.batch, rows.q_len, a.t.cos.shape[0], a.t.k_cache.shape[2], rows.mixed},
+            {rows.batch, rows.q_len, a.t.cos.shape[0], cache_capacity(a.t), rows.mixed, page_sizes(a.t),
+             a.t.stream.sinks > 0},
             a.t.max_kv_len,
             {format_of(w.query_key_value.weight), format_of(w.dense.weight), format_of(w.dense_h_to_4h.weight),
              format_of(w.dense_4h_to_h.weight)}};
@@ -38,7 +39,7 @@ struct DecodeLayer {
   }
   static Status check(const Args& a) {
     CF_TRY(check_model(a.model));
-    if (const EntryLimit limit = entry_limit(a.model, a.t.max_kv_len); a.t.max_kv_len > limit.most)
+    if (const EntryLimit limit = entry_limit(a.model, a.t.max_kv_len, true); a.t.max_kv_len > limit.most)
       return bad_argument(name, "max_kv_len must be at most " + std::to_string(limit.most) + ", " +
                                     std::string(limit.name) + ", got " + std::to_string(a.t.max_kv_len));
     Status status;
@@ -62,7 +63,8 @@ struct DecodeLayer {
                               .head_dim = s.head_dim,
                               .capacity = d.step.capacity,
                               .max_kv_len = d.max_kv_len,
-                              .mixed = d.step.mixed},
+                              .mixed = d.step.mixed,
+                              .window = {.keys = d.model.traits.window}},
                              activation, weight);
     // Attention's cost counts q and y. A layer writes the new keys and values instead.
     c.bytes += 2 * double(d.step.tokens()) * double(s.head_dim) * double(s.num_kv_heads - s.num_heads) *

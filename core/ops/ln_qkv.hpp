@@ -20,6 +20,7 @@ struct LnQkv {
     std::int64_t batch, q_len, hidden, heads, head_dim, rotary_dim, table_rows, capacity;
     WeightFormat weight{};
     std::int64_t mixed = 0;  // tokens of all runs; 0: each sequence has q_len
+    PageSizes pool{};        // the cache's pages; none: it is contiguous
     std::int64_t tokens() const { return mixed ? mixed : batch * q_len; }
     std::int64_t out() const { return 3 * heads * head_dim; }
   };
@@ -32,18 +33,19 @@ struct LnQkv {
     View<const std::int32_t, 1> positions{};  // (tokens)
     View<const std::int32_t, 1> kv_len{};     // (batch)
     AnyView<3> q{}, k{}, v{};                 // (tokens, heads, head_dim)
-    AnyView<4> k_cache{}, v_cache{};          // (batch, heads, capacity, head_dim)
+    AnyView<4> k_cache{}, v_cache{};          // (batch, heads, capacity, head_dim), or of pages
     double eps = 1e-5;
     /// Which rows are which sequence's; none: as many of each sequence, in order.
     RowRuns runs{};
+    View<const std::int32_t, 2> page_table{};  // (batch, pages of a sequence), or empty: a contiguous cache
   };
 
   static Dims dims(const Args& a) {
     const StepRows rows = step_rows(a.x.shape[0], a.kv_len.shape[0], a.runs);
-    return {rows.batch,     rows.q_len,         a.x.shape[1],
-            a.q.shape[1],   a.q.shape[2],       2 * a.cos.shape[1],
-            a.cos.shape[0], a.k_cache.shape[2], format_of(a.linear.weight),
-            rows.mixed};
+    return {rows.batch,     rows.q_len,        a.x.shape[1],
+            a.q.shape[1],   a.q.shape[2],      2 * a.cos.shape[1],
+            a.cos.shape[0], cache_capacity(a), format_of(a.linear.weight),
+            rows.mixed,     page_sizes(a)};
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
@@ -56,8 +58,7 @@ struct LnQkv {
     f(TensorSpec{Role::output, "q"}, a.q, extents(d.tokens(), d.heads, d.head_dim));
     f(TensorSpec{Role::output, "k"}, a.k, extents(d.tokens(), d.heads, d.head_dim));
     f(TensorSpec{Role::output, "v"}, a.v, extents(d.tokens(), d.heads, d.head_dim));
-    f(TensorSpec{Role::state, "k_cache"}, a.k_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
-    f(TensorSpec{Role::state, "v_cache"}, a.v_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
+    cache_tensors(Role::state, d, d.heads, d.head_dim, a, f);
   }
   static Status check(const Args& a) {
     const Dims d = dims(a);
@@ -91,8 +92,13 @@ struct LnQkv {
     CF_TRY(f(LayerNorm::Args{.x = a.x, .norm = a.norm, .y = z, .eps = a.eps}));
     CF_TRY(f(Linear::Args{.x = z, .linear = a.linear, .y = reshape<2>(w, {d.tokens(), d.out()})}));
     CF_TRY(f(Rope::Args{.qkv = w, .cos = a.cos, .sin = a.sin, .positions = a.positions, .q = a.q, .k = a.k, .v = a.v}));
-    return f(KvAppend::Args{
-        .k = a.k, .v = a.v, .kv_len = a.kv_len, .k_cache = a.k_cache, .v_cache = a.v_cache, .runs = a.runs});
+    return f(KvAppend::Args{.k = a.k,
+                            .v = a.v,
+                            .kv_len = a.kv_len,
+                            .k_cache = a.k_cache,
+                            .v_cache = a.v_cache,
+                            .runs = a.runs,
+                            .page_table = a.page_table});
   }
   /// The inverse of for_each_part. Each part reads what the part before it makes; `linear` has no epilogue.
   static Args of_parts(const LayerNorm::Args& norm, const Linear::Args& linear, const Rope::Args& rope,
@@ -110,7 +116,8 @@ struct LnQkv {
             .k_cache = append.k_cache,
             .v_cache = append.v_cache,
             .eps = norm.eps,
-            .runs = append.runs};
+            .runs = append.runs,
+            .page_table = append.page_table};
   }
 };
 

@@ -17,6 +17,7 @@ struct RmsQkv {
     std::int64_t batch, q_len, hidden, heads, kv_heads, head_dim, rotary_dim, table_rows, capacity;
     WeightFormat weight{};
     std::int64_t mixed = 0;  // tokens of all runs; 0: each sequence has q_len
+    PageSizes pool{};        // the cache's pages; none: it is contiguous
     std::int64_t tokens() const { return mixed ? mixed : batch * q_len; }
     QkvHeads qkv() const { return {heads, kv_heads, QkvLayout::separate}; }
     std::int64_t out() const { return (heads + 2 * kv_heads) * head_dim; }
@@ -30,17 +31,18 @@ struct RmsQkv {
     View<const std::int32_t, 1> positions{};  // (tokens)
     View<const std::int32_t, 1> kv_len{};     // (batch)
     AnyView<3> q{};                           // (tokens, heads, head_dim)
-    AnyView<4> k_cache{}, v_cache{};          // (batch, kv_heads, capacity, head_dim)
+    AnyView<4> k_cache{}, v_cache{};          // (batch, kv_heads, capacity, head_dim), or of pages
     double eps = 1e-5;
     /// Which rows are which sequence's; none: as many of each sequence, in order.
     RowRuns runs{};
+    View<const std::int32_t, 2> page_table{};  // (batch, pages of a sequence), or empty: a contiguous cache
   };
 
   static Dims dims(const Args& a) {
     const StepRows rows = step_rows(a.x.shape[0], a.kv_len.shape[0], a.runs);
-    return {rows.batch,   rows.q_len,         a.x.shape[1],   a.q.shape[1],       a.k_cache.shape[1],
-            a.q.shape[2], 2 * a.cos.shape[1], a.cos.shape[0], a.k_cache.shape[2], format_of(a.linear.weight),
-            rows.mixed};
+    return {rows.batch,   rows.q_len,         a.x.shape[1],   a.q.shape[1],      a.k_cache.shape[1],
+            a.q.shape[2], 2 * a.cos.shape[1], a.cos.shape[0], cache_capacity(a), format_of(a.linear.weight),
+            rows.mixed,   page_sizes(a)};
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
@@ -51,8 +53,7 @@ struct RmsQkv {
     f(TensorSpec{Role::position, "positions"}, a.positions, extents(d.tokens()));
     f(TensorSpec{Role::length, "kv_len"}, a.kv_len, extents(d.batch));
     f(TensorSpec{Role::output, "q"}, a.q, extents(d.tokens(), d.heads, d.head_dim));
-    f(TensorSpec{Role::state, "k_cache"}, a.k_cache, extents(d.batch, d.kv_heads, d.capacity, d.head_dim));
-    f(TensorSpec{Role::state, "v_cache"}, a.v_cache, extents(d.batch, d.kv_heads, d.capacity, d.head_dim));
+    cache_tensors(Role::state, d, d.kv_heads, d.head_dim, a, f);
   }
   static Status check(const Args& a) {
     const Dims d = dims(a);
@@ -95,7 +96,8 @@ struct RmsQkv {
                               .k_cache = a.k_cache,
                               .v_cache = a.v_cache,
                               .layout = QkvLayout::separate,
-                              .runs = a.runs});
+                              .runs = a.runs,
+                              .page_table = a.page_table});
   }
   /// The inverse of for_each_part. `rope` reads what `linear` makes, which has no epilogue.
   static Args of_parts(const RmsLinear::Args& linear, const RopeAppend::Args& rope) {
@@ -110,7 +112,8 @@ struct RmsQkv {
             .k_cache = rope.k_cache,
             .v_cache = rope.v_cache,
             .eps = linear.eps,
-            .runs = rope.runs};
+            .runs = rope.runs,
+            .page_table = rope.page_table};
   }
 };
 

@@ -1,4 +1,6 @@
 #pragma once
+#include <span>
+
 #include "core/contract.hpp"
 
 namespace cf::ops {
@@ -37,6 +39,8 @@ struct QkvHeads {
 ///   y[i]     = x[i] cos[p,i]     - x[i + R] sin[p,i]
 ///   y[i + R] = x[i + R] cos[p,i] + x[i] sin[p,i]         for i < R, p = positions[t];  y[j] = x[j] for j >= 2R.
 /// Without a table, rotary_dim is 0 and nothing turns: the op parts the product into q, k and v.
+/// With q_sinks the op makes q a second time, by the angles of rows sink_positions[t]: a stream's queries stand elsewhere
+/// for its sinks (Attention).
 /// The table is an argument: Hugging Face computes it in float32 whatever the model's dtype, and so does rope_table().
 /// Source: Su et al. 2021 (arXiv:2104.09864); transformers' apply_rotary_pos_emb for GPT-NeoX and Llama.
 /// Refuses rotary_dim > head_dim, heads that QkvHeads refuses, and positions outside the table where the host can read
@@ -46,6 +50,7 @@ struct Rope {
   struct Dims {
     std::int64_t tokens, heads, kv_heads, head_dim, rotary_dim, table_rows;
     QkvLayout layout = QkvLayout::interleaved_by_head;
+    bool sinks = false;  // whether there is q_sinks
     QkvHeads qkv() const { return {heads, kv_heads, layout}; }
   };
   struct Args {
@@ -56,6 +61,8 @@ struct Rope {
     AnyView<3> q{};                           // (tokens, heads, head_dim)
     AnyView<3> k{}, v{};                      // (tokens, kv_heads, head_dim)
     QkvLayout layout = QkvLayout::interleaved_by_head;
+    View<const std::int32_t, 1> sink_positions{};  // (tokens), or empty without sinks
+    AnyView<3> q_sinks{};                          // (tokens, heads, head_dim), or empty without sinks
   };
 
   static Dims dims(const Args& a) {
@@ -66,7 +73,8 @@ struct Rope {
             a.qkv.shape[3],
             2 * a.cos.shape[1],
             a.cos.shape[0],
-            a.layout};
+            a.layout,
+            a.q_sinks || a.sink_positions};
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
@@ -76,6 +84,9 @@ struct Rope {
     f(TensorSpec{Role::output, "q"}, a.q, extents(d.tokens, d.heads, d.head_dim));
     f(TensorSpec{Role::output, "k"}, a.k, extents(d.tokens, d.kv_heads, d.head_dim));
     f(TensorSpec{Role::output, "v"}, a.v, extents(d.tokens, d.kv_heads, d.head_dim));
+    if (!d.sinks) return;
+    f(TensorSpec{Role::position, "sink_positions"}, a.sink_positions, extents(d.tokens));
+    f(TensorSpec{Role::output, "q_sinks"}, a.q_sinks, extents(d.tokens, d.heads, d.head_dim));
   }
   static Status check(const Args& a) {
     CF_TRY(check_tensors<Rope>(a));
@@ -84,7 +95,8 @@ struct Rope {
     return check_rotary_dim(name, d.head_dim, d.rotary_dim);
   }
   static Cost cost(const Dims& d, DType activation, DType) {
-    const double token_rows = double(d.tokens), q = token_rows * double(d.heads), k = token_rows * double(d.kv_heads);
+    const double token_rows = double(d.tokens), q = token_rows * double(d.heads) * (d.sinks ? 2 : 1),
+                 k = token_rows * double(d.kv_heads);
     return {2 * (q + 2 * k) * double(d.head_dim) * double(size_bytes(activation)) +
                 4 * token_rows * double(d.rotary_dim + 1),
             (q + k) * double(d.rotary_dim) * 3};
@@ -124,5 +136,11 @@ struct RopeScaling {
 /// Fills cos and sin, (rows, rotary_dim / 2) each, as Hugging Face's rotary embeddings do, in float32:
 ///   inv_freq[i] = 1 / theta^(2i / rotary_dim), then scaled;  angle = position * inv_freq[i].
 void rope_table(View<float, 2> cos, View<float, 2> sin, double theta, const RopeScaling& scaling = {});
+
+/// Fills row r of cos and sin for positions[r], of any size: the angle, its cosine and its sine are computed in double
+/// from the same inv_freq, and rounded once. A distance of two rows is then the distance of their positions, however
+/// large these are, as a stream needs it.
+void rope_rows(View<float, 2> cos, View<float, 2> sin, std::span<const std::int64_t> positions, double theta,
+               const RopeScaling& scaling = {});
 
 }  // namespace cf::ops

@@ -15,6 +15,7 @@ struct RopeAppend {
     std::int64_t batch, q_len, heads, kv_heads, head_dim, rotary_dim, table_rows, capacity;
     QkvLayout layout = QkvLayout::interleaved_by_head;
     std::int64_t mixed = 0;  // tokens of all runs; 0: each sequence has q_len
+    PageSizes pool{};        // the cache's pages; none: it is contiguous
     std::int64_t tokens() const { return mixed ? mixed : batch * q_len; }
     QkvHeads qkv() const { return {heads, kv_heads, layout}; }
   };
@@ -25,10 +26,11 @@ struct RopeAppend {
     View<const std::int32_t, 1> positions{};  // (tokens)
     View<const std::int32_t, 1> kv_len{};     // (batch)
     AnyView<3> q{};                           // (tokens, heads, head_dim)
-    AnyView<4> k_cache{}, v_cache{};          // (batch, kv_heads, capacity, head_dim)
+    AnyView<4> k_cache{}, v_cache{};          // (batch, kv_heads, capacity, head_dim), or of pages
     QkvLayout layout = QkvLayout::interleaved_by_head;
     /// Which rows are which sequence's; none: as many of each sequence, in order.
     RowRuns runs{};
+    View<const std::int32_t, 2> page_table{};  // (batch, pages of a sequence), or empty: a contiguous cache
   };
 
   static Dims dims(const Args& a) {
@@ -41,9 +43,10 @@ struct RopeAppend {
             a.qkv.shape[3],
             2 * a.cos.shape[1],
             a.cos.shape[0],
-            a.k_cache.shape[2],
+            cache_capacity(a),
             a.layout,
-            rows.mixed};
+            rows.mixed,
+            page_sizes(a)};
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
@@ -52,8 +55,7 @@ struct RopeAppend {
     f(TensorSpec{Role::position, "positions"}, a.positions, extents(d.tokens()));
     f(TensorSpec{Role::length, "kv_len"}, a.kv_len, extents(d.batch));
     f(TensorSpec{Role::output, "q"}, a.q, extents(d.tokens(), d.heads, d.head_dim));
-    f(TensorSpec{Role::state, "k_cache"}, a.k_cache, extents(d.batch, d.kv_heads, d.capacity, d.head_dim));
-    f(TensorSpec{Role::state, "v_cache"}, a.v_cache, extents(d.batch, d.kv_heads, d.capacity, d.head_dim));
+    cache_tensors(Role::state, d, d.kv_heads, d.head_dim, a, f);
   }
   static Status check(const Args& a) {
     CF_TRY(check_tensors<RopeAppend>(a));
@@ -81,10 +83,15 @@ struct RopeAppend {
                         .k = k,
                         .v = v,
                         .layout = a.layout}));
-    return f(
-        KvAppend::Args{.k = k, .v = v, .kv_len = a.kv_len, .k_cache = a.k_cache, .v_cache = a.v_cache, .runs = a.runs});
+    return f(KvAppend::Args{.k = k,
+                            .v = v,
+                            .kv_len = a.kv_len,
+                            .k_cache = a.k_cache,
+                            .v_cache = a.v_cache,
+                            .runs = a.runs,
+                            .page_table = a.page_table});
   }
-  /// The inverse of for_each_part.
+  /// The inverse of for_each_part, for a cache that is no stream's.
   static Args of_parts(const Rope::Args& rope, const KvAppend::Args& append) {
     return {.qkv = rope.qkv,
             .cos = rope.cos,
@@ -95,7 +102,8 @@ struct RopeAppend {
             .k_cache = append.k_cache,
             .v_cache = append.v_cache,
             .layout = rope.layout,
-            .runs = append.runs};
+            .runs = append.runs,
+            .page_table = append.page_table};
   }
 
  private:

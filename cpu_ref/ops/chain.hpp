@@ -29,7 +29,7 @@ Status check_chain(const Args& a) {
   if constexpr (requires { a.linear; }) CF_TRY(check_groups(a.linear));
   if constexpr (requires { a.linear2; }) CF_TRY(check_groups(a.linear2));
   if constexpr (requires { a.positions; }) CF_TRY(check_index(Op::name, "positions", a.positions, 0, d.table_rows - 1));
-  if constexpr (requires { a.kv_len; }) CF_TRY(check_lengths(Op::name, a.kv_len, a.runs, d, d.capacity));
+  if constexpr (requires { a.kv_len; }) CF_TRY(check_append(Op::name, a, d, d.capacity));
   return {};
 }
 

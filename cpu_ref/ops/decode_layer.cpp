@@ -13,7 +13,8 @@ Status check_sites(const ops::DecodeLayer::Args& a) {
                        []<class Args>(const Site&, const Args& args) { return Args::Op::check(args); }));
   const auto d = ops::DecodeLayer::dims(a);
   if (a.model.shape.rotary_dim > 0) CF_TRY(check_index(name, "positions", a.t.positions, 0, d.step.table_rows - 1));
-  CF_TRY(check_lengths(name, a.t.kv_len, a.t.runs, d.step, d.max_kv_len));
+  CF_TRY(check_append(name, a.t, d.step, d.max_kv_len, a.t.stream));
+  CF_TRY(check_seen_pages(name, a.t, d.step, table_of(a.t.runs, d.step.batch, d.step.q_len), window_of(a.model, a.t)));
   Status status;
   for_each_linear(a.model, a.weights, [&](const Site& site, const LinearParams& l, const LinearSize&) {
     const auto* gptq = std::get_if<GptqWeight>(&l.weight);

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "core/cache_view.hpp"
+#include "core/cache_tensors.hpp"
 #include "core/contract.hpp"
 #include "core/row_runs.hpp"
 #include "core/tensor.hpp"
@@ -55,6 +55,69 @@ template <class Dims>
 Status check_lengths(std::string_view op, View<const std::int32_t, 1> kv_len, RowRuns runs, const Dims& d,
                      std::int64_t most) {
   return check_lengths(op, kv_len, table_of(runs, d.batch, d.q_len), most);
+}
+
+/// Refuses pages outside the pool among those that hold entries [first(run, kv_len), kv_len) of a call's sequences, as
+/// far as the cache keeps them, and calls visit(run, page) for the others.
+template <class Args, class Dims, class First, class Visit>
+Status check_pages(std::string_view op, const Args& a, const Dims& d, const std::vector<RowRun>& table,
+                   const KeyWindow& stream, First&& first, Visit&& visit) {
+  if (!d.pool) return {};
+  const std::int64_t pages = a.page_table.shape[1];
+  std::vector<char> used(static_cast<std::size_t>(pages));
+  for (const RowRun& run : table) {
+    const std::int64_t length = a.kv_len.data[run.sequence];
+    if (length == kIdleLength) continue;
+    std::fill(used.begin(), used.end(), char(0));
+    with_cache_view(a.k_cache, a.page_table, stream, [&](const auto& view) {
+      for (std::int64_t e = first(run, length); e < length; ++e) {
+        if (e >= stream.sinks) e = std::max(e, length - d.capacity + stream.sinks);
+        std::int64_t place = e;
+        if constexpr (requires { view.place(e); }) place = view.place(e);
+        used[std::size_t(place / d.pool.page_entries)] = 1;
+      }
+    });
+    for (std::int64_t i = 0; i < pages; ++i) {
+      if (!used[std::size_t(i)]) continue;
+      const std::int32_t page = a.page_table.data[run.sequence * pages + i];
+      if (page < 0 || page >= d.pool.pages)
+        return bad_argument(op, "'page_table'[" + std::to_string(run.sequence) + "][" + std::to_string(i) +
+                                    "] must be 0 to " + std::to_string(d.pool.pages - 1) + ", got " +
+                                    std::to_string(page));
+      CF_TRY(visit(run, page));
+    }
+  }
+  return {};
+}
+
+/// The same for the pages of the keys that a call's rows see.
+template <class Args, class Dims>
+Status check_seen_pages(std::string_view op, const Args& a, const Dims& d, const std::vector<RowRun>& table,
+                        const KeyWindow& window) {
+  const auto first = [&](const RowRun& run, std::int64_t length) {
+    return window.sinks > 0 ? 0 : window.first(length - run.count + 1);
+  };
+  return check_pages(op, a, d, table, window, first, [](const RowRun&, std::int32_t) { return Status(); });
+}
+
+/// What an append refuses of its lengths, up to `most`, and of its pages: two sequences that write to one page.
+template <class Args, class Dims>
+Status check_append(std::string_view op, const Args& a, const Dims& d, std::int64_t most,
+                    const KeyWindow& stream = {}) {
+  const std::vector<RowRun> table = table_of(a.runs, d.batch, d.q_len);
+  CF_TRY(check_lengths(op, a.kv_len, table, most));
+  std::vector<std::int64_t> writer(static_cast<std::size_t>(d.pool.pages), -1);
+  return check_pages(
+      op, a, d, table, stream, [](const RowRun& run, std::int64_t length) { return length - run.count; },
+      [&](const RowRun& run, std::int32_t page) -> Status {
+        std::int64_t& of = writer[std::size_t(page)];
+        if (of >= 0)
+          return bad_argument(op, "'page_table': expected pages of its own for a sequence's new entries, got page " +
+                                      std::to_string(page) + " for sequence " + std::to_string(of) +
+                                      " and for sequence " + std::to_string(run.sequence));
+        of = run.sequence;
+        return {};
+      });
 }
 
 /// Accumulates a Condition. One thread calls add() once for each output element. NaN, as in an idle sequence's rows,

@@ -11,7 +11,7 @@ Status for_each_part(const ops::RopeAppend::Args& a, F&& f) {
   const auto d = ops::RopeAppend::dims(a);
   // Checked before anything is written.
   if (d.rotary_dim > 0) CF_TRY(check_index(ops::RopeAppend::name, "positions", a.positions, 0, d.table_rows - 1));
-  CF_TRY(check_lengths(ops::RopeAppend::name, a.kv_len, a.runs, d, d.capacity));
+  CF_TRY(check_append(ops::RopeAppend::name, a, d, d.capacity));
   const Shape rows{d.tokens(), d.kv_heads, d.head_dim};
   Tensor k(a.qkv.dtype, rows), v(a.qkv.dtype, rows);
   return ops::RopeAppend::for_each_part(a, k.view<3>(), v.view<3>(), f);

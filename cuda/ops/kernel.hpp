@@ -3,6 +3,7 @@
 // Without CUDA's headers: a choice is a pure function and needs no GPU. Private to cuda.
 #include <any>
 #include <functional>
+#include <limits>
 #include <span>
 #include <string>
 #include <string_view>
@@ -117,9 +118,29 @@ Result<Choice> choose_for_groups(const Target& target, const Args& args) {
   return Choice{.kernel = "one for each group of runs", .planned = {{}, text, prepare}, .passed_over = {}};
 }
 
+/// Refuses what no kernel takes of a cache: pages, a window that leaves keys out, and a stream's ring and sinks.
+template <class Args>
+Status check_cache(const Args& args) {
+  const auto refuse = [](const std::string& takes, const std::string& got) {
+    return Status::error(Code::unimplemented, std::string(Args::Op::name) + ": cuda takes " + takes + ", got " + got);
+  };
+  if constexpr (requires { args.page_table; })
+    if (args.page_table) return refuse("a contiguous cache", "pages");
+  if constexpr (requires { args.q_sinks; })
+    if (args.q_sinks) return refuse("queries for all keys alike", "q_sinks");
+  if constexpr (requires { args.window; }) {
+    std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    if constexpr (requires { args.max_kv_len; }) most = args.max_kv_len;
+    if (args.window && args.window.keys < most)
+      return refuse("a cache of all keys", "a window of " + std::to_string(args.window.keys));
+  }
+  return {};
+}
+
 /// Chooses a kernel for a call that the op's check() took.
 template <class Args>
 Result<Choice> choose(const Target& target, const Args& args) {
+  CF_TRY(check_cache(args));
   if constexpr (requires { args.runs; })
     if (!args.runs.empty()) return choose_for_groups(target, args);
   return choose_from(kernels_of(args), target, args);

@@ -48,8 +48,12 @@ Status take(const Node& node, PersistentLayer& layer) {
           layer.weights.k_norm.gamma = args.k_gamma;
         } else if constexpr (std::is_same_v<Args, ops::KvAppend::Args>) {
           if (!args.runs.empty()) return refuse(node, "one new token of each sequence, no runs");
+          if (args.page_table) return refuse(node, "a contiguous cache, no pages");
+          if (args.window) return refuse(node, "a cache of all keys, no stream's");
           layer.cache = {args.k_cache, args.v_cache};
-        } else if constexpr (!std::is_same_v<Args, ops::Rope::Args> && !std::is_same_v<Args, ops::Attention::Args>) {
+        } else if constexpr (std::is_same_v<Args, ops::Attention::Args>) {
+          if (args.window && args.window.keys < args.max_kv_len) return refuse(node, "all keys, no window");
+        } else if constexpr (!std::is_same_v<Args, ops::Rope::Args>) {
           return refuse(node, "no phase for " + std::string(Args::Op::name));
         }
         return {};

@@ -1,5 +1,6 @@
 #include "cuda/step/outline.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <type_traits>
 
@@ -54,7 +55,8 @@ StepOutline::StepOutline(const ModelSpec& model, const StepSizes& sizes, DType a
         place(view);
       },
       tensors.layer);
-  tensors.layer.max_kv_len = sizes.capacity;
+  const std::int64_t window = spec.traits.window;
+  tensors.layer.max_kv_len = window > 0 ? std::min(window, sizes.capacity) : sizes.capacity;
   tensors.ids.shape = {sizes.tokens()};
   place(tensors.ids);
   const auto matrix = [&](AnyView<2>& view, std::int64_t count, std::int64_t columns) {

@@ -54,7 +54,7 @@ bool ModelSlots::is_open() {
 }
 
 Result<std::vector<Run>> ModelSlots::runs_of(const ModelRunner& runner, std::span<const Run> runs) const {
-  SlotLengths lengths(slots(), spec_, capacity_);
+  SlotLengths lengths(slots(), capacity_, runner.limit());
   for (std::int64_t slot = 0; slot < slots(); ++slot) lengths.set(slot, runner.length((*lease_)[slot]));
   CF_TRY(lengths.check(runs));
   std::vector<Run> theirs(runs.begin(), runs.end());

@@ -420,6 +420,7 @@ constexpr const char* to_string(Role role) {
     case Role::length: return "length";
     case Role::position: return "position";
     case Role::token_id: return "token_id";
+    case Role::page_table: return "page_table";
   }
   return "?";
 }

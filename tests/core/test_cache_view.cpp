@@ -1,6 +1,8 @@
 // Where a cache's entries lie, and which of them a step writes and reads.
+#include <algorithm>
 #include <cstdint>
 #include <set>
+#include <vector>
 
 #include "core/cache_view.hpp"
 #include "core/tensor.hpp"
@@ -33,6 +35,62 @@ TEST_CASE("Every entry of a cache has a place of its own within the tensor", "[c
         CHECK(cache.in_units_of(4).entry(s, h, e) * 4 == at);
       }
   CHECK(std::int64_t(places.size()) == sequences * heads * capacity);
+}
+
+TEST_CASE("Every entry of a cache in pages has a place of its own within the tensor", "[cache]") {
+  const std::int64_t sequences = 3, heads = 2, page_entries = 4, head_dim = 8, pages_each = 2;
+  const std::vector<std::int32_t> table{4, 0, 6, 1, 2, 5};
+  Tensor t(DType::f32, {7, heads, page_entries, head_dim});
+  const PagedCacheView cache(t.view<4>(), {table.data(), {sequences, pages_each}});
+  CHECK(cache.heads() == heads);
+  CHECK(cache.capacity() == pages_each * page_entries);
+  CHECK(cache.head_dim() == head_dim);
+  std::set<std::int64_t> places;
+  for (std::int64_t s = 0; s < sequences; ++s)
+    for (std::int64_t h = 0; h < heads; ++h)
+      for (std::int64_t e = 0; e < cache.capacity(); ++e) {
+        const std::int64_t at = cache.entry(s, h, e), page = table[std::size_t(s * pages_each + e / page_entries)];
+        CHECK(at == ((page * heads + h) * page_entries + e % page_entries) * head_dim);
+        places.insert(at);
+        CHECK(cache.entry(s, 0, e) + h * cache.head_stride() == at);
+        CHECK(cache.in_units_of(4).entry(s, h, e) * 4 == at);
+        for (std::int64_t n = 1; e + n <= cache.capacity(); ++n) {
+          const CacheRows rows = cache.rows(s, h, e, n);
+          CHECK(rows.first == at);
+          CHECK(rows.count == std::min(n, page_entries - e % page_entries));
+        }
+      }
+  CHECK(std::int64_t(places.size()) == sequences * heads * cache.capacity());
+  CHECK(cache.visible_entries(8, 3, 2) == 8);
+  CHECK(cache.appended_entry(9, 1, 0) == -1);
+}
+
+TEST_CASE("A stream's new entries take the places behind the sinks in turn", "[cache]") {
+  const RingView ring(CacheView(1, 7, 1), 2);
+  std::vector<std::int64_t> places;
+  for (std::int64_t e = 0; e < 18; ++e) places.push_back(ring.entry(0, 0, e));
+  CHECK(places == std::vector<std::int64_t>{0, 1, 2, 3, 4, 5, 6, 2, 3, 4, 5, 6, 2, 3, 4, 5, 6, 2});
+  std::vector<std::int64_t> walked;
+  for_each_rows(ring, 0, 0, 5, 9, [&](const CacheRows& rows) {
+    for (std::int64_t i = 0; i < rows.count; ++i) walked.push_back(rows.first + i);
+  });
+  CHECK(walked == std::vector<std::int64_t>{5, 6, 2, 3, 4, 5, 6, 2, 3});
+  CHECK(ring.visible_entries(1000, 1, 0) == 1000);
+  CHECK(ring.appended_entry(1000, 4, 1) == 997);
+  CHECK(ring.visible_entries(3, 4, 0) == 0);
+}
+
+TEST_CASE("A window's first key behind the sinks", "[cache]") {
+  const auto first = [](std::int64_t keys, std::int64_t sinks, std::int64_t visible) {
+    return KeyWindow{.keys = keys, .sinks = sinks}.first(visible);
+  };
+  CHECK(first(0, 0, 9) == 0);
+  CHECK(first(4, 0, 3) == 0);
+  CHECK(first(4, 0, 4) == 0);
+  CHECK(first(4, 0, 5) == 1);
+  CHECK(first(4, 2, 1) == 1);
+  CHECK(first(4, 2, 6) == 2);
+  CHECK(first(4, 2, 7) == 3);
 }
 
 TEST_CASE("Rows of a cache lie one behind the other", "[cache]") {
