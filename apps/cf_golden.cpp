@@ -15,10 +15,10 @@
 #include "apps/cli/table.hpp"
 #include "apps/cli/terminal.hpp"
 #include "apps/verify/golden_walk.hpp"
-#include "apps/verify/model_source.hpp"
 #include "apps/verify/model_walk.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "golden/checkpoint/checkpoint.hpp"
+#include "golden/checkpoint/model_source.hpp"
 
 namespace cf::apps {
 namespace {
@@ -111,8 +111,9 @@ void add_origin(const std::string& path, const golden::GoldenOrigin& m, const st
   attributes.add({"command", m.command});
   attributes.add({"versions", m.versions});
   attributes.add({"model", model});
-  attributes.add({"sizes", fmt::format("hidden {}, heads {}, head_dim {}, rotary_dim {}, intermediate {}",
-                                       c.hidden_size, heads_of(c), c.head_dim(), c.rotary_dim, c.intermediate_size)});
+  attributes.add(
+      {"sizes", fmt::format("hidden {}, heads {}, head_dim {}, rotary_dim {}, intermediate {}", c.hidden_size,
+                            checkpoint::heads_of(c), c.head_dim(), c.rotary_dim, c.intermediate_size)});
   attributes.add(
       {"arithmetic", fmt::format("{}, {} residual, eps {:g}, rope theta {:g}", to_string(c.hidden_act),
                                  c.use_parallel_residual ? "parallel" : "sequential", c.layer_norm_eps, c.rope_theta) +

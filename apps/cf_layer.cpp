@@ -17,17 +17,18 @@
 #include "apps/cli/sweep.hpp"
 #include "apps/cli/terminal.hpp"
 #include "apps/verify/golden_walk.hpp"
-#include "apps/verify/model_source.hpp"
 #include "core/procedural.hpp"
 #include "core/resources.hpp"
 #include "cpu_ref/cpu_ref.hpp"
-#include "golden/checkpoint/checkpoint.hpp"
 #include "golden/checkpoint/hf_config.hpp"
+#include "golden/checkpoint/model_source.hpp"
 
 namespace cf::apps {
 namespace {
 
 namespace fs = std::filesystem;
+using checkpoint::LoadedLayer;
+using checkpoint::ModelSource;
 
 constexpr std::int64_t kMaxBatch = 4096, kMaxRuns = 1'000'000, kMaxGroup = 1 << 22, kMaxTokens = 1 << 20;
 
@@ -45,76 +46,28 @@ struct Options {
   bool cuda() const { return backend == "cuda"; }
 };
 
-/// Where layers come from. A checkpoint is opened once; a layer's pages are in memory as long as its weights are held.
-class Source {
- public:
-  static Result<Source> open(const Options& o) {
-    if (o.model.empty()) {
-      CF_TRY_ASSIGN(ModelConfig preset, find_preset(o.preset));
-      preset.dtype = o.dtype.value_or(preset.dtype);
-      WeightFormat linears;
-      if (!o.quant.empty()) linears = {.bits = 4, .group_size = o.group.value_or(128)};
-      return Source(o, std::move(preset), linears);
-    }
-    CF_TRY_ASSIGN(checkpoint::Checkpoint checkpoint, checkpoint::Checkpoint::open(o.model));
-    const auto& gptq = checkpoint.gptq();
-    Source source(o, checkpoint.config(), gptq ? WeightFormat{gptq->bits, gptq->group_size} : WeightFormat{});
-    source.checkpoint_ = std::move(checkpoint);
-    return source;
-  }
-
-  const ModelConfig& config() const { return config_; }
-  /// The format of the Linears, or of the quantised ones among them.
-  const WeightFormat& linears() const { return linears_; }
-  bool is_checkpoint() const { return checkpoint_.has_value(); }
-  const std::string& directory() const { return directory_; }
-  /// The weights, as the report names them.
-  std::string description() const {
-    const std::string format = describe(linears_);
-    if (is_checkpoint()) return "checkpoint " + directory_ + (format.empty() ? "" : ", " + format);
-    return fmt::format("procedural {}, seed {}", format.empty() ? "weights" : format, seed_);
-  }
-
-  /// What the checkpoint says of its files.
-  Status check_files() const { return checkpoint_ ? checkpoint_->check_files() : Status(); }
-  std::vector<std::string> changes() const { return checkpoint_ ? checkpoint_->changes() : std::vector<std::string>(); }
-
-  /// Keeps the weights of a layer that was loaded and checked, for the next load() of that layer.
-  void hold(std::int64_t layer, golden::GoldenWeights weights) { held_ = {layer, std::move(weights)}; }
-  void release() { held_.reset(); }
-
-  /// A layer's weights. May be called from several threads.
-  Result<golden::GoldenWeights> load(std::int64_t layer) const {
-    if (held_ && held_->first == layer) return held_->second;
-    if (!checkpoint_) {
-      auto owned =
-          std::make_shared<OwnedLayerWeights>(procedural_layer(config_, config_.dtype, layer, seed_, linears_));
-      return golden::GoldenWeights{owned->weights, config_.dtype, owned};
-    }
-    CF_TRY_ASSIGN(checkpoint::CheckpointLayer loaded, checkpoint_->layer(layer));
-    CF_TRY(checkpoint_->check_finite(loaded));
-    return golden::GoldenWeights{loaded.weights, loaded.dtype, loaded.storage, loaded.notes};
-  }
-
- private:
-  Source(const Options& o, ModelConfig config, WeightFormat linears)
-      : directory_(o.model), seed_(o.seed), config_(std::move(config)), linears_(linears) {}
-
-  std::string directory_;
-  std::uint64_t seed_;
-  ModelConfig config_;
-  WeightFormat linears_;
-  std::optional<checkpoint::Checkpoint> checkpoint_;  // empty for procedural weights
-  std::optional<std::pair<std::int64_t, golden::GoldenWeights>> held_;
-};
+/// The model that the options name.
+checkpoint::ModelChoice choice_of(const Options& o) {
+  checkpoint::ModelChoice choice{.directory = o.model, .preset = o.preset, .dtype = o.dtype, .seed = o.seed};
+  if (!o.quant.empty()) choice.linears = {.bits = 4, .group_size = o.group.value_or(128)};
+  return choice;
+}
 
 /// The configurations that the options ask for.
 struct Plan {
-  std::optional<Source> source{};
+  std::optional<ModelSource> source{};
   std::vector<std::int64_t> layers{}, first_layers{}, kv_lens{};  // an empty first_layers stands for all layers
   std::unique_ptr<DeviceBench> device{};                          // with --backend cuda
   DType activation = kActivation;                                 // on a GPU the dtype of the stored weights
   std::vector<std::string> notes{};                               // of the checkpoint
+  /// A layer that was loaded to be checked, for the next load() of it.
+  std::optional<std::pair<std::int64_t, LoadedLayer>> held{};
+
+  /// A layer's weights. May be called from several threads.
+  Result<LoadedLayer> load(std::int64_t layer) const {
+    if (held && held->first == layer) return held->second;
+    return source->layer(layer);
+  }
 };
 
 /// Refuses options that another option rules out.
@@ -130,7 +83,7 @@ void check_together(const Options& o, const CommandLine& line, Faults& faults) {
 
 /// Opens the model, and takes the options whose bounds are the model's sizes.
 void take_model(const Options& o, Plan& plan, Faults& faults) {
-  Result<Source> source = Source::open(o);
+  Result<ModelSource> source = ModelSource::open(choice_of(o));
   if (!source) return faults.add(source.status());
   const ModelConfig& m = source->config();
   const auto take = [&](const char* option, const std::string& text, const Range& range,
@@ -157,7 +110,7 @@ void take_model(const Options& o, Plan& plan, Faults& faults) {
 }
 
 /// Refuses a step that this machine's free memory does not hold. The oracle holds it once more in float64.
-Status check_memory(const Source& source, const Options& o, std::int64_t longest) {
+Status check_memory(const ModelSource& source, const Options& o, std::int64_t longest) {
   const ModelConfig& m = source.config();
   const Workload load{.batch = o.batch, .q_len = o.q_len, .kv_len = longest};
   double needed = LayerState::bytes(m, load, kActivation);
@@ -169,7 +122,7 @@ Status check_memory(const Source& source, const Options& o, std::int64_t longest
 
 DeviceBenchRequest device_request(const Options& o, const Plan& plan) {
   DeviceBenchRequest request{.config = plan.source->config(),
-                             .load = [&](std::int64_t layer) { return plan.source->load(layer); },
+                             .load = [&](std::int64_t layer) { return plan.load(layer); },
                              .whole_model = o.whole_model,
                              .first_layers = plan.first_layers,
                              .kv_lens = plan.kv_lens,
@@ -187,15 +140,15 @@ DeviceBenchRequest device_request(const Options& o, const Plan& plan) {
 /// Refuses, before any output, what would fail later: layers that cannot be loaded, too little memory, and on a GPU
 /// what an implementation does not take.
 Status check_run(const Options& o, Plan& plan) {
-  Source& source = *plan.source;
+  ModelSource& source = *plan.source;
   CF_TRY(check_memory(source, o, *std::max_element(plan.kv_lens.begin(), plan.kv_lens.end())));
   CF_TRY(cpu_ref::start_threads("--threads, or OMP_NUM_THREADS", o.threads));
   if (source.is_checkpoint())
     for (std::int64_t layer : plan.layers) {
-      CF_TRY_ASSIGN(golden::GoldenWeights loaded, source.load(layer));
+      CF_TRY_ASSIGN(LoadedLayer loaded, source.layer(layer));
       plan.notes.insert(plan.notes.end(), loaded.notes.begin(), loaded.notes.end());
       if (o.cuda()) plan.activation = loaded.dtype;
-      if (layer == plan.layers.front()) source.hold(layer, std::move(loaded));
+      if (layer == plan.layers.front()) plan.held = {layer, std::move(loaded)};
     }
   if (!o.cuda()) return {};
   if (!source.is_checkpoint()) plan.activation = source.config().dtype;
@@ -215,7 +168,7 @@ std::string relative_checkpoint(const std::string& directory, const std::string&
 }
 
 /// Writes --dump's file: the step's inputs, and the taps that the walk makes.
-Status write_dump(const Options& o, const Source& source, const RunInfo& run, const LayerReport& report,
+Status write_dump(const Options& o, const ModelSource& source, const RunInfo& run, const LayerReport& report,
                   LayerState& inputs, const SiteWalk& walk) {
   golden::GoldenMeta meta;
   meta.producer = fmt::format("cf-layer {}", run.version);
@@ -233,7 +186,7 @@ Status write_dump(const Options& o, const Source& source, const RunInfo& run, co
   meta.weights_checksum = report.weights_checksum;
   if (source.is_checkpoint()) {
     meta.weights = "checkpoint";
-    meta.weights_checkpoint = relative_checkpoint(source.directory(), o.dump);
+    meta.weights_checkpoint = relative_checkpoint(o.model, o.dump);
   } else {
     meta.linears = source.linears();
     meta.weights = meta.linears.bits ? "procedural_gptq" : "procedural";
@@ -249,8 +202,8 @@ Status write_dump(const Options& o, const Source& source, const RunInfo& run, co
 }
 
 /// Times, checks and dumps one configuration on the CPU; `label` heads its progress bar.
-Result<LayerReport> measure(const Options& o, const Source& source, const RunInfo& run, LayerReport report,
-                            const golden::GoldenWeights& weights, const std::string& label) {
+Result<LayerReport> measure(const Options& o, const ModelSource& source, const RunInfo& run, LayerReport report,
+                            const LoadedLayer& weights, const std::string& label) {
   const ModelConfig& m = source.config();
   Progress progress(label, o.bench.warmup + o.bench.runs + (o.check ? 1 : 0));
   LayerState state(m, report.load, kActivation);
@@ -296,13 +249,13 @@ std::string reproduce_line(const Options& o, const LayerReport& r) {
 /// Measures all configurations on the CPU, one after the other, with one layer in memory at a time.
 Status measure_on_cpu(const Options& o, Plan& plan, const RunInfo& info,
                       const std::function<Status(const LayerReport&)>& report) {
-  Source& source = *plan.source;
+  ModelSource& source = *plan.source;
   const std::size_t count = plan.layers.size() * plan.kv_lens.size();
   std::size_t place = 0;
   for (std::int64_t layer : plan.layers) {
     std::optional<Progress> loading(std::in_place, fmt::format("loading layer {}", layer), 1);
-    CF_TRY_ASSIGN(const golden::GoldenWeights weights, source.load(layer));
-    source.release();
+    CF_TRY_ASSIGN(const LoadedLayer weights, plan.load(layer));
+    plan.held.reset();
     const std::uint64_t checksum = weights_checksum(source.config(), weights.weights);
     loading.reset();
     for (std::int64_t kv_len : plan.kv_lens) {
@@ -349,7 +302,7 @@ int run(const Options& o, Plan& plan, const std::string& command) {
   if (o.plan) return print_plans(o, plan);
   if (const Status s = check_run(o, plan); !s) return fail(s);
   print_notes(plan.notes);
-  const Source& source = *plan.source;
+  const ModelSource& source = *plan.source;
   RunInfo info{.version = CF_VERSION,
                .commit = std::string(commit()),
                .command = command,
@@ -414,7 +367,7 @@ int run(int argc, const char* const* argv) {
   line.group("Model");
   line.text("--model", o.model, "Checkpoint directory: config.json and safetensors", "DIR");
   line.reads("--model");
-  line.text("--preset", o.preset, "Model with procedural weights", "NAME", preset_names());
+  line.text("--preset", o.preset, "Model with procedural weights", "NAME", checkpoint::preset_names());
   line.seed("--seed", o.seed, "Seed of procedural weights and activations");
   line.dtype("--dtype", o.dtype, {DType::f16, DType::bf16, DType::f32},
              "Stored dtype of a preset's weights, the preset's own when left out");

@@ -11,7 +11,7 @@
 #include "apps/cli/program.hpp"
 #include "apps/cli/sweep.hpp"
 #include "apps/cli/table.hpp"
-#include "apps/verify/model_source.hpp"
+#include "golden/checkpoint/model_source.hpp"
 
 namespace cf::apps {
 namespace {
@@ -181,7 +181,7 @@ int run(int argc, const char* const* argv) {
       std::string("cf-op ") + CF_VERSION);
   line.group("Op");
   line.choice("op", r.op, names(op_names()), "The op that is timed");
-  line.text("--preset", o.preset, "Model whose shapes are taken", "NAME", preset_names());
+  line.text("--preset", o.preset, "Model whose shapes are taken", "NAME", checkpoint::preset_names());
   line.text("--batch,--tokens", o.batches, "Sequences, one new token each: numbers and ranges, such as 1,4,16", "LIST");
   line.text("--kv-len,--seq-len", o.kv_lens,
             "Valid cache entries after the new token is appended: numbers and ranges, such as 128,512,2048", "LIST");

@@ -32,9 +32,9 @@ struct CacheRows {
 /// Where the entries of a layer's cache lie: whoever reads or writes one asks here. Keys and values have a tensor each
 /// and lie alike, so one view is of both: what it returns is counted in elements from the first of either tensor. Host
 /// and device code pass it by value.
-/// The tensors are (sequences, heads, capacity, head_dim). Callers know no more than these functions say. PagedCacheView
-/// and RingView have the same functions for entries that lie in pages, and for a cache that keeps a stream's newest
-/// entries.
+/// The tensors are (sequences, heads, capacity, head_dim). Callers know no more than these functions say.
+/// PagedCacheView and RingView have the same functions for entries that lie in pages, and for a cache that keeps a
+/// stream's newest entries.
 class CacheView {
  public:
   constexpr CacheView() = default;
@@ -165,8 +165,8 @@ struct KeyWindow {
   bool operator==(const KeyWindow&) const = default;
 };
 
-/// A view of a stream's cache. The first `sinks` entries of a sequence stay. The others take places behind them in turn:
-/// a new entry takes the oldest one's place where there is none left.
+/// A view of a stream's cache. The first `sinks` entries of a sequence stay. The others take places behind them in
+/// turn: a new entry takes the oldest one's place where there is none left.
 template <class Inner>
 class RingView {
  public:

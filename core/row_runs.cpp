@@ -1,25 +1,26 @@
 #include "core/row_runs.hpp"
 
 #include <algorithm>
+#include <set>
 #include <string>
 
 namespace cf {
 
-Status check_row_runs(std::string_view owner, RowRuns runs, std::int64_t sequences, std::int64_t rows) {
+Status check_row_runs(std::string_view owner, RowRuns runs, std::optional<std::int64_t> sequences, std::int64_t rows) {
   const auto refused = [&](const std::string& which, std::string_view expected, std::int64_t got) {
     return Status::error(Code::invalid_argument, std::string(owner) + ": " + which + ": expected " +
                                                      std::string(expected) + ", got " + std::to_string(got));
   };
   if (runs.empty()) return refused("runs", "at least one", 0);
-  std::vector<bool> seen(std::size_t(sequences < 0 ? 0 : sequences));
+  std::set<std::int64_t> seen;
   std::int64_t next = 0;
   for (std::size_t i = 0; i < runs.size(); ++i) {
     const auto& [sequence, first_row, count] = runs[i];
     const std::string which = "runs[" + std::to_string(i) + "]";
-    if (sequence < 0 || sequence >= sequences)
-      return refused(which, "a sequence of 0 to " + std::to_string(sequences - 1), sequence);
-    if (seen[std::size_t(sequence)]) return refused(which, "one run a sequence", sequence);
-    seen[std::size_t(sequence)] = true;
+    if (sequence < 0 || (sequences && sequence >= *sequences))
+      return refused(which, sequences ? "a sequence of 0 to " + std::to_string(*sequences - 1) : "a sequence from 0 on",
+                     sequence);
+    if (!seen.insert(sequence).second) return refused(which, "one run a sequence", sequence);
     if (first_row != next) return refused(which, "the first row " + std::to_string(next), first_row);
     if (count < 1 || count > rows - next)
       return refused(which, "1 to " + std::to_string(rows - next) + " rows, as many as are left", count);

@@ -1,6 +1,7 @@
 #pragma once
 // The rows of a step as an op sees them: which sequence each row belongs to.
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -21,9 +22,10 @@ struct RowRun {
 using RowRuns = std::span<const RowRun>;
 
 /// Refuses a table that is empty; a sequence outside 0 .. sequences - 1, or one that comes twice; fewer rows than one
-/// in a run; and rows that do not follow each other or are not `rows` in all. `owner` begins the message:
+/// in a run; and rows that do not follow each other or are not `rows` in all. An op without tensors that have a part
+/// for each sequence names no number of sequences. `owner` begins the message:
 /// "attention: runs[1]: expected a sequence of 0 to 3, got 4".
-Status check_row_runs(std::string_view owner, RowRuns runs, std::int64_t sequences, std::int64_t rows);
+Status check_row_runs(std::string_view owner, RowRuns runs, std::optional<std::int64_t> sequences, std::int64_t rows);
 
 /// How many rows a step has, as an op's dims() say it: each of `batch` sequences has q_len rows, or, where `mixed` is
 /// not 0, each has at most q_len and all have `mixed`.

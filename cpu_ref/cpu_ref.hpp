@@ -14,6 +14,7 @@ namespace cf::cpu_ref {
   Result<Condition> condition(const ops::Op::Args&);
 #include "core/ops/ops.def"
 #include "core/ops/fused.def"
+#include "core/ops/port.def"
 #undef CF_OP
 
 /// Gives the calling thread's parallel work from now on so many threads, and starts them: memory that is taken later

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/cache_tensors.hpp"
+#include "core/model/score.hpp"
 #include "core/model/taps.hpp"
 #include "core/ops/rope.hpp"
 #include "core/resources.hpp"
@@ -23,9 +24,10 @@ Status refused(std::string what) { return Status::error(Code::invalid_argument, 
 /// Whether a tensor is among the activations of the walk that are made for each call and kept by no one.
 bool is_made(const TensorSpec& spec) { return spec.role == Role::output && spec.name != "output"; }
 
-/// The options with the capacity that streams need: a prompt's chunk must leave what its first token sees.
+/// The options with the capacity that streams need: the tokens that go through the model at once must leave what the
+/// first of them sees.
 Model::Options with_capacity(Model::Options o) {
-  if (o.window > 0) o.capacity = stream_entries(o.stream(), o.chunk);
+  if (o.window > 0) o.capacity = stream_entries(o.stream(), std::max(o.chunk, o.slots));
   return o;
 }
 
@@ -39,6 +41,17 @@ Status check_stream(const ModelSpec& m, const KeyWindow& stream) {
     return refused("window, sinks: expected at most the config's sliding_window " + std::to_string(m.traits.window) +
                    " in all, got " + std::to_string(stream.keys + stream.sinks));
   return {};
+}
+
+/// Refuses pages that streams have no use for, or that hold less than a slot may have.
+Status check_pages(const Model::Options& o) {
+  if (o.pages == 0) return {};
+  constexpr std::int64_t most = (std::int64_t(1) << 31) - 1;
+  CF_TRY(check_sizes({{"pages", o.pages, most}, {"page_entries", o.page_entries, most}}));
+  if (o.stream()) return refused("pages: expected none for streams, got " + std::to_string(o.pages));
+  if (o.capacity <= o.pages * o.page_entries) return {};
+  return refused("capacity: expected at most " + std::to_string(o.pages * o.page_entries) + " entries, those of " +
+                 std::to_string(o.pages) + " pages, got " + std::to_string(o.capacity));
 }
 
 /// What ops are told of a slot's length.
@@ -59,19 +72,13 @@ Result<std::unique_ptr<Model>> Model::create(const ModelSpec& model, ModelWeight
                                              std::shared_ptr<const void> owner, const Options& options) {
   CF_TRY(check_model_weights(model, weights));
   constexpr std::int64_t most = std::int64_t(1) << 31;
-  CF_TRY(check_sizes({{"chunk", options.chunk, most}}));
+  CF_TRY(check_sizes({{"slots", options.slots, most}, {"chunk", options.chunk, most}}));
   CF_TRY(check_stream(model, options.stream()));
   const Options o = with_capacity(options);
-  CF_TRY(check_sizes({{"slots", o.slots, most}, {"capacity", o.capacity, most - 1}, {"chunk", o.chunk, most}}));
+  CF_TRY(check_sizes({{"capacity", o.capacity, most - 1}}));
   if (o.activation != DType::f32 && o.activation != DType::f64)
     return refused("expected activations of float32 or float64, got " + std::string(to_string(o.activation)));
-  if (o.pages != 0) {
-    CF_TRY(check_sizes({{"pages", o.pages, most - 1}, {"page_entries", o.page_entries, most - 1}}));
-    if (o.stream()) return refused("pages: expected none for streams, got " + std::to_string(o.pages));
-    if (o.capacity > o.pages * o.page_entries)
-      return refused("capacity: expected at most " + std::to_string(o.pages * o.page_entries) + " entries, those of " +
-                     std::to_string(o.pages) + " pages, got " + std::to_string(o.capacity));
-  }
+  CF_TRY(check_pages(o));
   if (o.invariant && o.activation != DType::f32)
     return refused("invariant: expected activations of float32, got " + std::string(to_string(o.activation)));
   CF_TRY(check_memory("model", model, o));
@@ -82,7 +89,6 @@ template <class F>
 void Model::for_each_tensor(const ModelSpec& m, const Options& o, F&& f) {
   const ModelShape& s = m.shape;
   const std::int64_t tokens = std::max(o.slots, std::min(o.chunk, o.capacity));
-  const bool sinks = o.sinks > 0;
   for (std::int64_t i = 0; i < s.num_layers; ++i)
     for (auto caches : {&Model::k_caches_, &Model::v_caches_})
       f(caches, o.activation,
@@ -90,7 +96,7 @@ void Model::for_each_tensor(const ModelSpec& m, const Options& o, F&& f) {
                     : Shape{o.slots, s.num_kv_heads, o.capacity, s.head_dim});
   LayerTensors views;
   for_each_activation(
-      s, {.batch = tokens, .sinks = sinks},
+      s, {.batch = tokens, .sinks = o.sinks > 0},
       [&](const TensorSpec& spec, auto&, const auto& shape) {
         if (is_made(spec)) f(&Model::activations_, o.activation, Shape(shape.begin(), shape.end()));
       },
@@ -117,6 +123,7 @@ ModelBytes Model::bytes(const ModelSpec& m, const Options& options) {
 }
 
 Status Model::check_memory(const std::string& name, const ModelSpec& m, const Options& options) {
+  CF_TRY(check_stream(m, options.stream()));
   const Options o = with_capacity(options);
   const ModelBytes b = bytes(m, o);
   const std::string cache = o.pages > 0 ? std::to_string(o.pages) + " pages of " + std::to_string(o.page_entries)
@@ -203,18 +210,18 @@ Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
   std::vector<RowRun> table;
   const KeyWindow stream = options_.stream();
   std::vector<std::int32_t> ids, positions, sink_positions, kv_len(std::size_t(slots()), kIdleLength);
-  std::vector<std::int64_t> stream_positions;
+  std::vector<std::int64_t> row_positions;
   std::int64_t q_len = 0, max_kv_len = 0;
   for (const Piece& p : pieces) {
     table.push_back({.sequence = p.run.sequence, .first_row = std::int64_t(ids.size()), .count = p.run.count});
     q_len = std::max(q_len, p.run.count);
     if (p.is_idle) {
       ids.push_back(0);
-      stream_positions.push_back(0);  // an idle row needs some valid position
+      row_positions.push_back(0);
       continue;
     }
     ids.insert(ids.end(), p.ids.begin(), p.ids.end());
-    for (std::int64_t i = 0; i < p.run.count; ++i) stream_positions.push_back(p.run.first_position + i);
+    for (std::int64_t i = 0; i < p.run.count; ++i) row_positions.push_back(p.run.first_position + i);
     const std::int32_t length = kv_len_of(p.run.first_position + p.run.count, options_);
     kv_len[std::size_t(p.run.sequence)] = length;
     max_kv_len = std::max<std::int64_t>(max_kv_len, length);
@@ -225,19 +232,19 @@ Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
     for (std::int64_t i = 0; i < tokens; ++i) {
       positions.push_back(std::int32_t(i));
       sink_positions.push_back(std::int32_t(tokens + i));
-      stream_positions.push_back(std::min(stream_positions[std::size_t(i)], stream.sinks + stream.keys - 1));
+      row_positions.push_back(std::min(row_positions[std::size_t(i)], stream.sinks + stream.keys - 1));
     }
-    ops::rope_rows({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape}, stream_positions,
+    ops::rope_rows({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape}, row_positions,
                    spec_.traits.rope_theta, spec_.traits.rope_scaling);
   } else {
-    positions.assign(stream_positions.begin(), stream_positions.end());
+    positions.assign(row_positions.begin(), row_positions.end());
   }
 
-  // A row of the table for each slot, of the pages that `capacity` entries need.
+  // A row of the table for each slot, with room for the pages of `capacity` entries.
   const std::int64_t slot_pages = pool_ ? (capacity() + page_entries() - 1) / page_entries() : 0;
-  std::vector<std::int32_t> pages(std::size_t(slots() * slot_pages), -1);
+  std::vector<std::int32_t> page_table(std::size_t(slots() * slot_pages), -1);
   for (std::int64_t slot = 0; pool_ && slot < slots(); ++slot)
-    std::copy(pool_->table(slot).begin(), pool_->table(slot).end(), pages.begin() + slot * slot_pages);
+    std::copy(pool_->table(slot).begin(), pool_->table(slot).end(), page_table.begin() + slot * slot_pages);
 
   ModelTensors t;
   t.ids = {ids.data(), {tokens}};
@@ -250,7 +257,7 @@ Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
        .table_rows = cos_.view<2>().shape[0],
        .capacity = pool_ ? slot_pages * page_entries() : capacity(),
        .mixed = tokens,
-       .pool = pool_ ? PageSizes{pool_->pages(), page_entries()} : PageSizes{},
+       .pool = pool_ ? PageSizes{pool_->pages(), pool_->page_entries()} : PageSizes{},
        .sinks = stream.sinks > 0},
       [&](const TensorSpec& spec, auto& view, auto shape) {
         if (is_made(spec)) point(view, activations_[next++].data(), shape, options_.activation);
@@ -258,7 +265,7 @@ Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
       t.layer);
   t.layer.positions = {positions.data(), {tokens}};
   t.layer.kv_len = {kv_len.data(), {slots()}};
-  if (pool_) t.layer.page_table = {pages.data(), {slots(), slot_pages}};
+  if (pool_) t.layer.page_table = {page_table.data(), {slots(), slot_pages}};
   t.layer.stream = stream;
   if (stream.sinks > 0) t.layer.sink_positions = {sink_positions.data(), {tokens}};
   if (s.rotary_dim > 0) {
@@ -351,20 +358,31 @@ Status Model::check_streams(std::span<const Run> runs) const {
   return {};
 }
 
-Status Model::check_room(std::span<const Run> runs) const {
-  if (!pool_) return {};
+Result<std::vector<RowScore>> Model::score(std::span<const Run> runs, std::span<const std::int32_t> ids,
+                                           const ScoreRequest& request) {
+  const Checks checks(check_);
+  return score_on_host(*this, runs, ids, request, [](std::int64_t rows, const std::function<void(std::int64_t)>& f) {
+    return parallel_for(rows, f);
+  });
+}
+
+namespace {
+
+std::vector<PagePool::Write> writes_of(std::span<const Run> runs) {
   std::vector<PagePool::Write> writes;
   for (const Run& r : runs) writes.push_back({.sequence = r.sequence, .first = r.first_position, .count = r.count});
-  return pool_->check(writes);
+  return writes;
 }
+
+}  // namespace
+
+Status Model::check_room(std::span<const Run> runs) const { return pool_ ? pool_->check(writes_of(runs)) : Status(); }
 
 Status Model::reserve(std::span<const Run> runs) {
   if (!pool_) return {};
-  std::vector<PagePool::Write> writes;
-  for (const Run& r : runs) writes.push_back({.sequence = r.sequence, .first = r.first_position, .count = r.count});
-  CF_TRY_ASSIGN(const std::vector<PagePool::Copy> copies, pool_->reserve(writes));
+  CF_TRY_ASSIGN(const std::vector<PagePool::Copy> copies, pool_->reserve(writes_of(runs)));
   const CacheView pages(k_caches_[0].view<4>());
-  const std::int64_t element = std::int64_t(size_bytes(options_.activation));
+  const auto element = std::int64_t(size_bytes(options_.activation));
   for (const PagePool::Copy& c : copies)
     for (auto* caches : {&k_caches_, &v_caches_})
       for (Tensor& cache : *caches)
@@ -373,7 +391,7 @@ Status Model::reserve(std::span<const Run> runs) {
           std::memcpy(data + pages.entry(c.to, head, 0) * element, data + pages.entry(c.from, head, 0) * element,
                       std::size_t(c.entries * pages.head_dim() * element));
         }
-  // What is written anew is not valid before its pass has run.
+  // New entries are valid once they are made.
   for (const Run& r : runs) lengths_.set(r.sequence, r.first_position);
   return {};
 }
@@ -395,7 +413,7 @@ std::string Model::first_nan(std::int64_t slot) {
   const Piece last{.run = {.sequence = slot, .first_position = length(slot) - 1},
                    .ids = std::span(&last_ids_[std::size_t(slot)], 1),
                    .own = true};
-  if (!reserve(std::span(&last.run, 1))) return "";
+  if (!reserve(std::span(&last.run, 1))) return found;
   lengths_.set(slot, last.run.first_position + 1);
   const Status ended =
       pass(std::span(&last, 1), [&](const ModelSite& site, std::span<const SiteTensor> tensors) -> Status {

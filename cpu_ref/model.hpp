@@ -33,20 +33,20 @@ class Model final : public ModelRunner {
     /// Of float32: whether a token's bits are the same whatever else is in its step, which they are not where a product
     /// of more than 8 tokens has another order of sums. A step's runs then go through the model together.
     bool invariant = false;
-    /// With a window each slot is a stream without a bound. A token sees the newest `window` tokens, its own among them,
-    /// and the first `sinks` of its slot; positions are those inside the cache (StreamingLLM, Xiao et al. 2023,
+    /// With a window each slot is a stream without a bound. A token sees the newest `window` tokens, its own among
+    /// them, and the first `sinks` of its slot; positions are those inside the cache (StreamingLLM, Xiao et al. 2023,
     /// arXiv:2309.17453, whose recent size is window - 1). The capacity is then what such a cache needs.
     std::int64_t window = 0, sinks = 0;
+    /// With pages the slots' entries lie in a pool of so many pages of page_entries entries: a slot takes pages as it
+    /// needs them, and shares them with slots that begin alike. Without, each slot has memory for `capacity` entries.
+    std::int64_t pages = 0, page_entries = 64;
 
     KeyWindow stream() const { return {.keys = window, .sinks = sinks}; }
-    /// With pages the slots' entries lie in a pool of so many pages of page_entries entries, which a slot takes as it
-    /// needs them and shares with those that begin alike; without, each slot has its own memory of `capacity` entries.
-    std::int64_t pages = 0, page_entries = 64;
   };
 
   /// Takes memory for cache and activations; `owner` keeps the weights' memory. Refuses weights that
-  /// check_model_weights() refuses, sizes below 1, another activation dtype, `invariant` with float64, a stream of a
-  /// model without RoPE or beyond its own window, a capacity that the pages do not hold, streams in pages, and what
+  /// check_model_weights() refuses, sizes below 1, another activation dtype, `invariant` with float64, a stream
+  /// of a model without RoPE or beyond its own window, a capacity beyond the pages' entries, streams in pages, and what
   /// check_memory() refuses.
   static Result<std::unique_ptr<Model>> create(const ModelSpec& model, ModelWeights weights,
                                                std::shared_ptr<const void> owner, const Options& options);
@@ -68,12 +68,14 @@ class Model final : public ModelRunner {
   /// meaning.
   /// With `invariant` all runs go through it together, `chunk` tokens at a time, and no row is idle.
   /// A stream can go back as far as its cache still has what the token there saw: Code::invalid_argument beyond that.
-  /// Without free pages for a step's entries it is Code::out_of_memory, and nothing happens.
   Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
+  /// The rows of logits are scored by the threads that made them.
+  Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
+                                      const ScoreRequest& request) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override;
-  std::int64_t page_entries() const override { return pool_ ? options_.page_entries : 0; }
+  std::int64_t page_entries() const override { return pool_ ? pool_->page_entries() : 0; }
   Status check_room(std::span<const Run> runs) const override;
   Status fork(std::int64_t from, std::int64_t to, std::int64_t n) override;
   /// With `invariant` as many tokens as go through the model at once; else whole prompts, because a row's bits depend on
@@ -84,8 +86,7 @@ class Model final : public ModelRunner {
   Status fetch(const SiteTensor& tensor, void* to) override;
 
   /// Takes the first rows of another RoPE table, (rows, rotary_dim / 2) each, in place of the library's own. Refuses
-  /// other sizes, more rows than the capacity, and a table for streams, whose
-  /// positions have no bound.
+  /// other sizes, more rows than the capacity, and a table for streams, whose positions have no bound.
   Status set_rope_table(View<const float, 2> cos, View<const float, 2> sin);
   /// With an object, every site adds its condition to it, as ops::DecodeLayer::budget() takes it; null ends that. The
   /// conditions take several times longer than the model.
@@ -113,7 +114,7 @@ class Model final : public ModelRunner {
   /// Divides a step into what goes through the model together.
   std::vector<std::vector<Piece>> passes_of(std::span<const StepPart> parts, bool own) const;
   Status pass(std::span<const Piece> pieces, const Visit& visit);
-  /// Makes room in the pages for what these runs write.
+  /// Makes room in the pages for what these runs write. Code::out_of_memory where too few are free; nothing changes then.
   Status reserve(std::span<const Run> runs);
   /// Goes through a slot's last step again, and names the first site that makes a NaN.
   std::string first_nan(std::int64_t slot);
@@ -131,7 +132,7 @@ class Model final : public ModelRunner {
   std::vector<Tensor> k_caches_, v_caches_;  // by layer: (slots, kv_heads, capacity, head_dim), or of pages
   std::vector<Tensor> activations_;          // the layer's outputs, in the order of for_each_activation
   std::vector<Tensor> hidden_;               // the embedding and the layers' outputs, in turn
-  Tensor cos_, sin_;  // (capacity, rotary_dim / 2); of streams a step's own rows: its tokens', then those of the sinks
+  Tensor cos_, sin_;  // (capacity, rotary_dim / 2); of streams a pass's own rows: its tokens', then those for the sinks
   Tensor final_norm_, logits_, step_logits_;
 };
 

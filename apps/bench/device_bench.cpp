@@ -112,12 +112,12 @@ class Bench final : public DeviceBench {
       if (!session_->weights.is_loaded(l)) missing.push_back(l);
     if (missing.empty()) return {};
     const std::size_t window = std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, 16);
-    std::deque<std::future<Result<golden::GoldenWeights>>> ahead;
+    std::deque<std::future<Result<checkpoint::LoadedLayer>>> ahead;
     Progress progress("loading layers", std::int64_t(missing.size()));
     for (std::size_t next = 0, at = 0; at < missing.size(); ++at) {
       for (; next < missing.size() && ahead.size() < window; ++next)
         ahead.push_back(std::async(std::launch::async, r_.load, missing[next]));
-      CF_TRY_ASSIGN(const golden::GoldenWeights weights, ahead.front().get());
+      CF_TRY_ASSIGN(const checkpoint::LoadedLayer weights, ahead.front().get());
       ahead.pop_front();
       CF_TRY(session_->weights.load_layer(missing[at], weights.weights));
       progress.set(std::int64_t(at) + 1);
@@ -188,8 +188,8 @@ class Bench final : public DeviceBench {
     return {};
   }
 
-  /// The host's time to put a step through the first `layers` resident layers onto an idle stream, in microseconds. A step of
-  /// hundreds of launches fits the driver's queue, so that the host does not wait for the device.
+  /// The host's time to put a step through the first `layers` resident layers onto an idle stream, in microseconds. A
+  /// step of hundreds of launches fits the driver's queue, so that the host does not wait for the device.
   Result<Spread> time_host(Impl impl, std::int64_t layers) {
     std::vector<double> series_us;
     for (std::int64_t run = 0; run < r_.bench.runs; ++run) {
@@ -331,8 +331,8 @@ class Bench final : public DeviceBench {
     t.hidden = session_->tensors(resident().first).hidden;
     return t;
   }
-  /// The same, from which a cost is counted. A step moves only valid cache entries, so max_kv_len is the step's own; the
-  /// session's is the capacity.
+  /// The same, from which a cost is counted. A step moves only valid cache entries, so max_kv_len is the step's own;
+  /// the session's is the capacity.
   LayerTensors counted() const {
     LayerTensors t = tensors();
     t.max_kv_len = load_.kv_len;
@@ -356,7 +356,7 @@ class Bench final : public DeviceBench {
   DeviceDescription device_;
   std::optional<cuda::Session> session_;  // the resident layers
   std::int64_t layer_ = 0;                // the one of them that is checked and reported
-  golden::GoldenWeights weights_;         // its weights
+  checkpoint::LoadedLayer weights_;       // its weights
   Workload load_;
 };
 

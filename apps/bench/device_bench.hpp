@@ -10,7 +10,7 @@
 #include "apps/bench/layer_report.hpp"
 #include "core/model/config.hpp"
 #include "core/status.hpp"
-#include "golden/file/golden_file.hpp"
+#include "golden/checkpoint/model_source.hpp"
 
 namespace cf::apps {
 
@@ -28,9 +28,9 @@ struct DeviceDescription {
 
 /// What is timed: layers one by one, or all of a model's together.
 struct DeviceBenchRequest {
-  ModelConfig config;                                               // its dtype is the activations', too
-  std::function<Result<golden::GoldenWeights>(std::int64_t)> load;  // a layer's weights; called from several threads
-  bool whole_model = false;                                         // a step goes through all layers
+  ModelConfig config;                                                 // its dtype is the activations', too
+  std::function<Result<checkpoint::LoadedLayer>(std::int64_t)> load;  // called from several threads
+  bool whole_model = false;                                           // a step goes through all layers
   std::vector<std::int64_t> first_layers;  // with `whole_model`: steps through so many first layers; empty for all
   std::vector<std::int64_t> kv_lens;       // the largest is the cache's capacity
   std::int64_t batch = 1, q_len = 1;

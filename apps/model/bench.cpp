@@ -87,7 +87,7 @@ int Bench::run(const std::string& command) {
   const std::int64_t runs = runs_.value_or(model_.cuda() ? 5 : 3), warmup = warmup_.value_or(model_.cuda() ? 2 : 1);
   Result<RunningModel> running = load_for(model_, *std::max_element(batches_.begin(), batches_.end()), capacity);
   if (!running) return fail(running.status());
-  const LoadedModel& loaded = running->loaded;
+  const checkpoint::LoadedModel& loaded = running->loaded;
   DType activation = DType::f32;
   std::vector<Row> rows;
   const auto write_files = [&](bool complete) -> Status {

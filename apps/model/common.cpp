@@ -4,9 +4,11 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "apps/cli/program.hpp"
+#include "apps/cli/terminal.hpp"
 #include "apps/verify/golden_walk.hpp"
 #include "core/resources.hpp"
 #include "cpu_ref/cpu_ref.hpp"
@@ -33,7 +35,7 @@ void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
   line.group("Model");
   line.text("--model", o.choice.directory, "Checkpoint directory: config.json and safetensors", "DIR");
   line.reads("--model");
-  line.text("--preset", o.choice.preset, "Model with procedural weights", "NAME", preset_names());
+  line.text("--preset", o.choice.preset, "Model with procedural weights", "NAME", checkpoint::preset_names());
   line.dtype("--dtype", o.choice.dtype, {DType::f16, DType::bf16, DType::f32},
              "Stored dtype of a preset's weights, the preset's own when left out");
   line.choice("--quant", o.quant, {"gptq"}, "Quantise a preset's Linears to 4 bits");
@@ -63,25 +65,25 @@ void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
   line.integer("--threads", o.threads, {1, kMostThreads}, "Threads (cpu)");
 }
 
-ModelChoice choice_of(const ModelOptions& o) {
-  ModelChoice choice = o.choice;
+checkpoint::ModelChoice choice_of(const ModelOptions& o) {
+  checkpoint::ModelChoice choice = o.choice;
   if (!o.quant.empty()) choice.linears = {.bits = 4, .group_size = o.group.value_or(128)};
   return choice;
 }
 
 Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
   CF_TRY(cpu_ref::start_threads("--threads, or OMP_NUM_THREADS", o.threads));
-  const ModelChoice choice = choice_of(o);
   RunningModel running;
   // Before the weights are loaded, which may take long.
-  CF_TRY_ASSIGN(const ModelConfig config, config_of(choice));
+  CF_TRY_ASSIGN(const checkpoint::ModelSource source, checkpoint::ModelSource::open(choice_of(o)));
+  const ModelConfig& config = source.config();
   if (o.cuda()) {
     CF_TRY_ASSIGN(DeviceTimer device, DeviceTimer::create());
     running.device = std::make_shared<DeviceTimer>(std::move(device));
   } else {
     CF_TRY(cpu_ref::Model::check_memory(config.name, config, cpu_options(o, slots, capacity)));
   }
-  CF_TRY_ASSIGN(running.loaded, outline_of(choice));
+  CF_TRY_ASSIGN(running.loaded, source.outline());
   if (running.device) {
     CF_TRY(check_device_memory(*running.device, config.name, config.spec(), running.loaded.weights,
                                device_options(o, slots, capacity)));
@@ -89,7 +91,13 @@ Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::in
     const auto needed = double(running.loaded.bytes());
     CF_TRY(check_total_memory(needed, config.name + ": the weights need " + gigabytes(needed)));
   }
-  CF_TRY(fill_in(choice, running.loaded));
+  std::optional<Progress> progress;
+  CF_TRY(source.fill(running.loaded, [&](std::int64_t made_bytes, std::int64_t all_bytes) {
+    if (!progress) progress.emplace("making the weights of " + config.name, all_bytes);
+    progress->set(made_bytes);
+    return Status();
+  }));
+  progress.reset();
   print_notes(running.loaded.notes);
   if (capacity > config.max_position_embeddings)
     say(fmt::format("positions beyond max_position_embeddings {} are used as Hugging Face does, up to {}",
@@ -98,7 +106,7 @@ Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::in
 }
 
 Status start_model(const ModelOptions& o, std::int64_t slots, std::int64_t capacity, RunningModel& running) {
-  const LoadedModel& l = running.loaded;
+  const checkpoint::LoadedModel& l = running.loaded;
   if (running.device) {
     CF_TRY_ASSIGN(DeviceModel made, open_device_model(*running.device, l.config.name, l.config.spec(), l.weights,
                                                       device_options(o, slots, capacity)));

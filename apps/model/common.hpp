@@ -11,9 +11,9 @@
 #include "apps/bench/device_timer.hpp"
 #include "apps/cli/options.hpp"
 #include "apps/cli/program.hpp"
-#include "apps/verify/model_source.hpp"
 #include "core/model/decoder.hpp"
 #include "core/status.hpp"
+#include "golden/checkpoint/model_source.hpp"
 
 namespace cf::apps {
 
@@ -21,7 +21,7 @@ inline constexpr std::int64_t kMaxSlots = 64, kMaxCapacity = 1 << 20;
 
 /// The options that choose a model and how it runs.
 struct ModelOptions {
-  ModelChoice choice;
+  checkpoint::ModelChoice choice;
   std::string quant;
   std::optional<std::int64_t> group;  // with quant
   std::string backend = "cpu", impl = "auto";
@@ -39,19 +39,19 @@ struct ModelOptions {
 void declare_model(CommandLine& line, ModelOptions& o, bool runs = true);
 
 /// What the options say beside each other.
-ModelChoice choice_of(const ModelOptions& o);
+checkpoint::ModelChoice choice_of(const ModelOptions& o);
 
 /// A model with what runs it. Its parts end in the order that they need.
 struct RunningModel {
-  LoadedModel loaded;                   // on the CPU `model` reads these weights, on a GPU a copy of its own
+  checkpoint::LoadedModel loaded;       // on the CPU `model` reads these weights, on a GPU a copy of its own
   std::shared_ptr<DeviceTimer> device;  // null on the CPU
   std::string impl;                     // of a GPU's steps
   std::unique_ptr<ModelRunner> model;
 };
 
 /// Loads the model; its runner is made by start_model(). Prints the checkpoint's notes, and on a line of stderr that
-/// positions go beyond max_position_embeddings. Refuses what load_model() refuses, and so many slots and entries that
-/// the free memory does not hold them.
+/// positions go beyond max_position_embeddings. Refuses what ModelSource::load() refuses, and so many slots and entries
+/// that the free memory does not hold them.
 Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::int64_t capacity);
 
 /// Makes the model's runner: takes memory for its cache and activations, on a GPU for its weights, too. The runner

@@ -298,9 +298,9 @@ Result<std::vector<std::int32_t>> Evaluate::read_ids(const ModelConfig& config) 
 }
 
 int Evaluate::run(const std::string& command) {
-  const Result<ModelConfig> config = config_of(choice_of(model_));
-  if (!config) return fail(config.status());
-  const Result<std::vector<std::int32_t>> read = read_ids(*config);
+  const Result<checkpoint::ModelSource> opened = checkpoint::ModelSource::open(choice_of(model_));
+  if (!opened) return fail(opened.status());
+  const Result<std::vector<std::int32_t>> read = read_ids(opened->config());
   if (!read) return fail(read.status());
   const std::vector<std::int32_t>& ids = *read;
   const std::string& source = reference_.empty() ? tokens_ : reference_;

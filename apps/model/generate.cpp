@@ -166,7 +166,7 @@ int Generate::run(const std::string& command) {
   Result<RunningModel> running = open_model(model_, slots, capacity, check_);
   if (!running) return fail(running.status());
   const double load_s = seconds_since(opened);
-  const LoadedModel& loaded = running->loaded;
+  const checkpoint::LoadedModel& loaded = running->loaded;
   ModelRunner& runner = *running->model;  // the decoder's
   Decoder decoder(std::move(running->model));
 

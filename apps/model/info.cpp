@@ -52,8 +52,8 @@ Result<std::string> impls_by_slots(const std::function<Result<std::string>(std::
 }
 
 /// Prints the kernels of a token: those of the first layer, whose like the other layers are, and those outside.
-int print_plan(const ModelSpec& spec, const LoadedModel& outline, const std::string& name, const std::string& gpu,
-               std::int64_t positions) {
+int print_plan(const ModelSpec& spec, const checkpoint::LoadedModel& outline, const std::string& name,
+               const std::string& gpu, std::int64_t positions) {
   WeightFormat linears;
   for_each_linear(spec, outline.weights.layers.front(), [&](const Site&, const LinearParams& l, const LinearSize&) {
     if (const WeightFormat format = format_of(l.weight); format.bits) linears = format;
@@ -61,7 +61,7 @@ int print_plan(const ModelSpec& spec, const LoadedModel& outline, const std::str
   const std::int64_t entries = std::min<std::int64_t>(positions, 2048);
   const Result<std::string> text =
       step_plan_text(gpu, {.model = spec,
-                           .dtype = outline.dtype,
+                           .dtype = outline.config.dtype,
                            .linears = linears,
                            .sizes = {.batch = 1, .q_len = 1, .table_rows = entries, .capacity = entries},
                            .ends = true});
@@ -83,24 +83,24 @@ Info::Info(CommandLine& line) {
 }
 
 int Info::run() {
-  const ModelChoice choice = choice_of(model_);
-  const Result<ModelConfig> opened = config_of(choice);
-  if (!opened) return fail(opened.status());
-  const ModelConfig& m = *opened;
+  const Result<checkpoint::ModelSource> source = checkpoint::ModelSource::open(choice_of(model_));
+  if (!source) return fail(source.status());
+  const ModelConfig& m = source->config();
   Table table({"what", "value"});
   const auto add = [&](std::string what, std::string value) { table.add({std::move(what), std::move(value)}); };
   add("model", m.name);
   add("layers", std::to_string(m.num_hidden_layers));
   add("hidden_size", std::to_string(m.hidden_size));
-  add("heads", fmt::format("{} of {}, {} turned by RoPE", heads_of(m), m.head_dim(), m.rotary_dim));
+  add("heads", fmt::format("{} of {}, {} turned by RoPE", checkpoint::heads_of(m), m.head_dim(), m.rotary_dim));
   add("intermediate_size", std::to_string(m.intermediate_size));
   add("vocab_size", fmt::format("{}{}", m.vocab_size, m.tie_word_embeddings ? ", tied" : ""));
   add("max_position_embeddings", std::to_string(m.max_position_embeddings));
-  if (m.sliding_window) add("sliding_window", fmt::format("{}, the most positions of a sequence", m.sliding_window));
+  if (m.sliding_window)
+    add("sliding_window", fmt::format("{} keys, the most positions of a sequence on a GPU", m.sliding_window));
   add("residual", m.use_parallel_residual ? "parallel" : "sequential");
   add("activation", std::string(to_string(m.hidden_act)));
   add("parameters", fmt::format("{:.3f} M", double(m.num_parameters()) * 1e-6));
-  const Result<LoadedModel> outline = outline_of(choice);
+  const Result<checkpoint::LoadedModel> outline = source->outline();
   if (!outline) return fail(outline.status());
   print_notes(outline->notes);
   const ModelSpec spec = m.spec();
@@ -128,9 +128,9 @@ int Info::run() {
   const Result<Needs> one = needs(1, entries), twice = needs(1, 2 * entries);
   for (const Status& s : {one.status(), twice.status()})
     if (!s) return fail(s);
-  const DType activation = device ? outline->dtype : cpu_ref::Model::Options{}.activation;
+  const DType activation = device ? outline->config.dtype : cpu_ref::Model::Options{}.activation;
   add("weights",
-      fmt::format("{:.1f} MB, {}, {}", one->weights * 1e-6, to_string(outline->dtype), outline->description));
+      fmt::format("{:.1f} MB, {}, {}", one->weights * 1e-6, to_string(outline->config.dtype), outline->description));
   add(fmt::format("cache, {}", to_string(activation)),
       fmt::format("{:.1f} kB a token, {:.1f} MB a slot of {}", (twice->cache - one->cache) * 1e-3 / double(entries),
                   one->cache * 1e-6, entries));

@@ -65,6 +65,12 @@ inline Example<QkNorm> make(For<QkNorm>, Model m, Load w) {
 inline Example<KvAppend> make(For<KvAppend>, Model m, Load w) {
   return {{w.batch, w.q_len, m.shape.num_kv_heads, m.shape.head_dim, w.cache_capacity()}, {}};
 }
+/// The last token of the first sequence; the two rows before it become entries with it.
+inline Example<AppendRows> make(For<AppendRows>, Model m, Load w) {
+  const std::int64_t last = w.kv_len - 1, copied = std::min<std::int64_t>(2, last);
+  return {{w.cache_capacity(), m.shape.num_kv_heads, m.shape.head_dim, w.cache_capacity(), copied},
+          {.rows = {.first = last - copied, .last = last}}};
+}
 inline Example<RopeAppend> make(For<RopeAppend>, Model m, Load w) {
   const ModelShape& s = m.shape;
   return {{w.batch, w.q_len, s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim, w.cache_capacity(),

@@ -101,8 +101,8 @@ class ModelRunner {
   Status step(std::span<const Token> tokens);
 
   /// run() for the log-probabilities of ids behind the runs' tokens, by row; the slots' own logits stay as they are.
-  /// Refuses what check_step() and check_request() refuse. Here the rows' logits are made on the host, all at a time; a
-  /// backend may make fewer at a time, or none.
+  /// Refuses what check_step() and check_request() refuse. Here all rows' logits are made on the host, and threads of
+  /// the host score them; a backend may do without.
   virtual Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
                                               const ScoreRequest& request);
 

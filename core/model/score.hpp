@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -45,6 +46,14 @@ struct RowScore {
 
 /// The score of one row, (vocab) on the host, in any dtype of activations.
 RowScore score_row(ConstAnyView<1> logits, std::span<const std::int32_t> next, std::int64_t top);
+
+/// Calls f(0), ..., f(n - 1), in any order, on as many threads as it likes.
+using ForEach = std::function<Status(std::int64_t n, const std::function<void(std::int64_t)>& f)>;
+
+/// ModelRunner::score() by way of run(): all rows' logits are made on the host, and `for_each` goes through them.
+Result<std::vector<RowScore>> score_on_host(ModelRunner& runner, std::span<const Run> runs,
+                                            std::span<const std::int32_t> ids, const ScoreRequest& request,
+                                            const ForEach& for_each);
 
 /// Refuses a request: other `next` than one list a row, ids in it outside the vocabulary, and `top` outside 0 .. vocab.
 Status check_request(const ModelSpec& model, const ScoreRequest& request);

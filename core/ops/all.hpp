@@ -1,6 +1,7 @@
 #pragma once
 #include <tuple>
 
+#include "core/ops/append_rows.hpp"
 #include "core/ops/attention.hpp"
 #include "core/ops/decode_layer.hpp"
 #include "core/ops/embedding.hpp"
@@ -39,6 +40,14 @@ using Fused = detail::Tail<void
 #include "core/ops/fused.def"
 #undef CF_OP
                            >::type;
-/// Both.
+/// Every op of port.def.
+using Port = detail::Tail<void
+#define CF_OP(Op) , Op
+#include "core/ops/port.def"
+#undef CF_OP
+                          >::type;
+/// What a program may have.
 using Every = decltype(std::tuple_cat(All{}, Fused{}));
+/// Every op that has a contract and an oracle.
+using Contracts = decltype(std::tuple_cat(Every{}, Port{}));
 }  // namespace cf::ops

@@ -15,16 +15,16 @@ namespace cf::ops {
 ///   y[r + i, h, :] = sum_j softmax(s)[j] * v_cache[b, g, j, :]
 /// The softmax is float32 or wider, whatever the dtype. Cache entries at kv_len[b] and beyond are never read. The
 /// results of an idle sequence, whose kv_len is kIdleLength, are NaN.
-/// With a window a query sees the newest `window` of its n keys, its own among them, and the first `sinks`: j < sinks or
-/// j >= n - window. The scores of j < sinks are those of q_sinks in the place of q. max_kv_len may then be beyond the
-/// capacity, where the cache is a stream's (KvAppend).
+/// With a window a query sees the newest `window` of its n keys, its own among them, and the first `sinks`: j < sinks
+/// or j >= n - window. The scores of j < sinks are those of q_sinks in the place of q. max_kv_len may then be beyond
+/// the capacity, where the cache is a stream's (KvAppend).
 /// With a page_table the caches lie in pages, as KvAppend says.
 /// Source: Vaswani et al. 2017 (arXiv:1706.03762), Ainslie et al. 2023 (arXiv:2305.13245); transformers'
 /// GPTNeoXAttention, sdpa; the window as transformers' sliding_window_overlay, sinks as Xiao et al. 2023
 /// (arXiv:2309.17453).
 /// Refuses heads that are no multiple of kv_heads, scale <= 0, runs that check_row_runs() refuses, without runs tokens
-/// that batch does not divide, max_kv_len beyond capacity unless sinks + window + q_len - 1 is within it, sinks without a
-/// window; where the host can read them, a kv_len outside count .. max_kv_len that is not kIdleLength, and a page with
+/// that batch does not divide, max_kv_len beyond capacity unless sinks + window + q_len - 1 is within it, sinks without
+/// a window; where the host can read them, a kv_len outside count .. max_kv_len that is not kIdleLength, and a page with
 /// entries that are seen outside the pool.
 struct Attention {
   static constexpr std::string_view name = "attention";

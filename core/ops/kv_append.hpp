@@ -15,9 +15,9 @@ namespace cf::ops {
 /// With a window the cache is a stream's: kv_len may be beyond the capacity, and entry e >= capacity takes the place of
 /// entry sinks + (e - sinks) % (capacity - sinks).
 /// Source: transformers' DynamicCache.update.
-/// Refuses runs that check_row_runs() refuses, without runs tokens that batch does not divide, a stream's capacity below
-/// sinks + window + count - 1; where the host can read them, a kv_len outside count .. capacity that is not kIdleLength,
-/// and a page for new entries that is outside the pool or in another sequence's table for new entries too.
+/// Refuses runs that check_row_runs() refuses, without runs tokens that batch does not divide, a stream's capacity
+/// below sinks + window + count - 1; where the host can read them, a kv_len outside count .. capacity that is not
+/// kIdleLength, and a page for new entries that is outside the pool or in another sequence's table for new entries too.
 struct KvAppend {
   static constexpr std::string_view name = "kv_append";
   struct Dims {

@@ -39,8 +39,8 @@ struct QkvHeads {
 ///   y[i]     = x[i] cos[p,i]     - x[i + R] sin[p,i]
 ///   y[i + R] = x[i + R] cos[p,i] + x[i] sin[p,i]         for i < R, p = positions[t];  y[j] = x[j] for j >= 2R.
 /// Without a table, rotary_dim is 0 and nothing turns: the op parts the product into q, k and v.
-/// With q_sinks the op makes q a second time, by the angles of rows sink_positions[t]: a stream's queries stand elsewhere
-/// for its sinks (Attention).
+/// With q_sinks the op makes q a second time, by the angles of rows sink_positions[t]: a stream's queries stand
+/// elsewhere for its sinks (Attention).
 /// The table is an argument: Hugging Face computes it in float32 whatever the model's dtype, and so does rope_table().
 /// Source: Su et al. 2021 (arXiv:2104.09864); transformers' apply_rotary_pos_emb for GPT-NeoX and Llama.
 /// Refuses rotary_dim > head_dim, heads that QkvHeads refuses, and positions outside the table where the host can read

@@ -107,7 +107,8 @@ Status run(const ops::Attention::Args& a) {
 /// The condition of the weighted sum of values, times 1 + what the scores' errors add. A score with an absolute error e
 /// gives a weight with a relative error e. With unit roundoff u and the score's largest partial sum s, summing the
 /// score contributes u * sqrt(head_dim) * s to e; storing the score and rounding the exponential's argument contribute
-/// u * s each. The budget multiplies a condition by the root of the keys that a query sees, so the scores' share is divided by that.
+/// u * s each. The budget multiplies a condition by the root of the keys that a query sees, so the scores' share is
+/// divided by that.
 Result<Condition> condition(const ops::Attention::Args& a) {
   CF_TRY(ops::Attention::check(a));
   const auto d = ops::Attention::dims(a);

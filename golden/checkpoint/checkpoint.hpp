@@ -17,8 +17,8 @@
 namespace cf::checkpoint {
 
 /// From now on an access to a file of a checkpoint that has become shorter reads zeros, which check_files() tells, in
-/// place of ending the process by SIGBUS. Sets the process's handler of that signal; what is none of a checkpoint's or a
-/// golden file's goes to the handler before. Programs and the Python package call this, the library itself does not.
+/// place of ending the process by SIGBUS. Sets the process's handler of that signal; what is none of a checkpoint's or
+/// a golden file's goes to the handler before. Programs and the Python package call this, the library itself does not.
 void guard_mapped_files();
 
 /// The memory of tensors that were loaded together. When it is destroyed, the pages that were read of these tensors
@@ -81,6 +81,8 @@ class Checkpoint {
                                         const std::string& source);
 
   const std::string& directory() const { return directory_; }
+  /// Whether it was made by from_memory().
+  bool in_memory() const { return in_memory_; }
   const ModelConfig& config() const { return config_; }  // its name is the directory's where config.json has none
   const std::optional<GptqConfig>& gptq() const { return gptq_; }
 
@@ -92,9 +94,9 @@ class Checkpoint {
   /// joined, q_proj, k_proj and v_proj, or gate_proj and up_proj, must all be dense or all quantised, with one g_idx.
   ///
   /// Where dense weights have different dtypes, or F64, those that are not of the config's dtype (without one, of the
-  /// first weight's) are cast to it, as Hugging Face does, with a note: in memory of their own, rounded to nearest even;
-  /// a value that leaves the dtype's range is refused. Scales are cast to float16. Without desc_act a missing g_idx is
-  /// input / group_size.
+  /// first weight's) are cast to it, as Hugging Face does, with a note: in memory of their own, rounded to nearest
+  /// even; a value that leaves the dtype's range is refused. Scales are cast to float16. Without desc_act a missing
+  /// g_idx is input / group_size.
   ///
   /// The buffers in old checkpoints (attention.bias, attention.masked_bias, attention.rotary_emb.inv_freq) are not
   /// read. With sym all zeros are the middle code, so qzeros that all hold the middle code mean format v2, and qzeros
@@ -117,8 +119,9 @@ class Checkpoint {
   /// whose shard is not the one in the index.
   Status check_names() const;
 
-  /// Refuses, naming it, a file of weights that has become shorter since it was mapped, or that could not be read. Values
-  /// that were read before a call which is ok are the files' own. layer(), model() and check_finite() end with it.
+  /// Refuses, naming it, a file of weights that has become shorter since it was mapped, or that could not be read.
+  /// Values that were read before a call which is ok are the files' own. layer(), model() and check_finite() end with
+  /// it.
   Status check_files() const;
   /// A note for each file of weights whose size or time of modification has changed since it was mapped.
   std::vector<std::string> changes() const;
@@ -141,7 +144,8 @@ class Checkpoint {
   std::string index_file() const;
   /// The names under which files may hold a tensor, the library's first: files of a base model lack its prefix.
   std::vector<std::string> stored_names(const std::string& name) const;
-  /// The tensor and the file that holds it, or nothing. Refuses a file that cannot be read, and two of the names.
+  /// The tensor and the file that holds it, or nothing. Refuses a file that cannot be read, and files that hold the
+  /// tensor under two of its names.
   Result<std::optional<Found>> look_up(const std::string& name) const;
   /// The same, which must be there.
   Result<Found> find(const std::string& name) const;

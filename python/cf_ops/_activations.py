@@ -151,12 +151,13 @@ def activations(
     """Writes what a model's modules make of each prompt, to files of safetensors in the folder `out`.
 
     taps: names of Hugging Face, "hidden_states.3" or a module's such as "gpt_neox.layers.3.mlp"; of TransformerLens,
-    such as "blocks.3.hook_resid_pre", with the values of from_pretrained_no_processing(); or those of
-    :meth:`Model.run`. A * stands for any layer. None: all hidden states. An attention's or MLP's output is the
-    difference of two residuals, so that its error is a rounding of those; models that compute in 16 bits refuse it.
+    such as "blocks.3.hook_resid_pre", with the values of weights that it has not processed
+    (from_pretrained_no_processing(), or a TransformerBridge); or those of :meth:`Model.run`. A * stands for any layer.
+    None: all hidden states. An attention's or MLP's output is the difference of two residuals, so that its error is a
+    rounding of those; models that compute in 16 bits refuse it.
 
-    stop_at_layer: the first so many layers run, as in TransformerLens. Where it is None, as many as the taps need. On a
-    GPU all layers run.
+    stop_at_layer: the first so many layers run, as in TransformerLens. Where it is None, as many as the taps need. A
+    model on a GPU runs all that it was loaded with: load(..., layers=).
 
     dtype: that of the files, float64, float32, float16 or bfloat16; the model's own where it is None. A value beyond
     float16's range is refused.
@@ -178,7 +179,7 @@ def activations(
     layers = layers_of(model.config)
     stop = layers if stop_at_layer is None else integer("stop_at_layer", stop_at_layer, 1, layers)
     with model._runner(1) as runner:
-        known = sources(model.config, runner.taps)
+        known = sources(model.config, runner.taps, model.weights.layers_left_out > 0)
     if taps is None:
         taps = [f"hidden_states.{i}" for i in range(stop + 1)]
     asked = [text_of("taps", tap) for tap in ([taps] if is_one(taps) else taps)]

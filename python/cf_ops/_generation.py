@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import math
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
@@ -226,8 +227,11 @@ class Session:
         self._decoder = model.decoder(max(1, self.slots), max(1, self.capacity))
         # Every prompt is checked before the first one is read.
         try:
+            first: int | None = None  # the decoder's number of the first sample of a prompt
             for index in sequences:
-                self._index_of[self._add(index)] = index
+                sequence = self._add(index, first if index % samples else None)
+                self._index_of[sequence] = index
+                first = sequence if index % samples == 0 else first
         except BaseException:
             self._decoder.close()
             raise
@@ -276,7 +280,7 @@ class Session:
         """The ids that a sequence's text is decoded behind: behind its prompt, some ids begin with a space."""
         return self.results[index].prompt if self.settings.echo else []
 
-    def _add(self, index: int) -> int:
+    def _add(self, index: int, same_prompt: int | None) -> int:
         s = self.settings
         prompt, sample = divmod(index, self._samples)
         assert s.logit_bias is not None
@@ -291,13 +295,14 @@ class Session:
                 frequency_penalty=s.frequency_penalty,
                 presence_penalty=s.presence_penalty,
                 logit_bias=list(s.logit_bias.items()),
-                logits_processor=s.logits_processor,
+                logits_processor=_held_weakly(s),
                 seed=s.seed,
                 id=prompt + (sample << 32),  # a prompt's first sample is what it is given alone
                 stop=self._stop,
                 max_new_tokens=s.max_new_tokens,
                 min_new_tokens=s.min_new_tokens,
                 logprobs=s.logprobs,
+                same_prompt=same_prompt,
             )
         except ValueError as error:
             raise ValueError(f"prompt {prompt}: {error}" if len(self._prompt_ids) > 1 else str(error)) from None
@@ -348,6 +353,21 @@ class Session:
         for result in self.results:
             if result.finish == "running":
                 result.finish, result.error = finish, error
+
+
+def _held_weakly(settings: Settings) -> LogitsProcessor | None:
+    """The logits processor as a decoder may hold it. Where the function knows the generation, the garbage collector could
+    not see through the decoder: one that is left in the middle would keep its slot."""
+    if settings.logits_processor is None:
+        return None
+    held = weakref.ref(settings)
+
+    def process(row: NDArray[np.float32], ids: NDArray[np.int32]) -> Any:
+        settings = held()
+        assert settings is not None and settings.logits_processor is not None  # held by the session whose step this is
+        return settings.logits_processor(row, ids)
+
+    return process
 
 
 class Generation(Iterator[Piece]):

@@ -167,9 +167,8 @@ class _CsvResults(_Results):
             with replacing(path) as temporary, open(temporary, "w", encoding="ascii") as file:
                 file.write(self._HEADER)
             return
-        with open(path, "rb+") as file:
-            whole = file.read().rpartition(b"\n")[0] + b"\n"  # without a line that was cut
-            file.truncate(len(whole))
+        with open(path, "rb") as file:
+            whole, newline, _ = file.read().rpartition(b"\n")  # without a line that was cut
         lines = whole.decode("ascii", "replace").splitlines()
         try:
             found = np.array([tuple(line.split(",")) for line in lines[1:]], _RECORD)
@@ -178,6 +177,7 @@ class _CsvResults(_Results):
         is_ours = lines[:1] == [self._HEADER.strip()] and found.size <= self.prefix.size
         if not is_ours or (found["index"] != self.first + np.arange(found.size)).any():
             raise ValueError(f"{path}: expected the results of sequences from {self.first} on, a line each in order")
+        os.truncate(path, len(whole + newline))
         self.take(found)
 
     def write(self, begin: int, end: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 _AFTER_S = 0.5  # shorter work shows nothing
 _BAR = 30
+_FORMAT = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"  # of tqdm
 
 
 class Progress:
@@ -81,6 +82,4 @@ def _tqdm_bar(label: str) -> Any:
         return None
     if sys.stderr is None:
         return None
-    return tqdm.tqdm(
-        total=100, desc=label, leave=False, unit="%", bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}"
-    )
+    return tqdm.tqdm(total=100, desc=label, leave=False, unit="%", bar_format=_FORMAT)

@@ -62,6 +62,11 @@ def check_same(path: str, settings: dict[str, Any]) -> bool:
         if found.get(name) != settings.get(name):
             raise ValueError(
                 f"{path}: expected the settings of this call, to go on with its results: {name} is "
-                f"{json.dumps(found.get(name))}, and {json.dumps(settings.get(name))} was asked"
+                f"{_short(found.get(name))}, and {_short(settings.get(name))} was asked"
             )
     return True
+
+
+def _short(value: Any) -> str:
+    shown = json.dumps(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

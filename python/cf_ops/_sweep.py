@@ -13,17 +13,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cf_ops import _core
-from cf_ops._arguments import integer, is_one, kind_of, path_of, real, row_of_ids
+from cf_ops._arguments import integer, is_one, kind_of, path_of, real
 from cf_ops._arguments import text as text_of
 from cf_ops._device import cuda_index
-from cf_ops._generation import Ids
 from cf_ops._progress import Progress
 from cf_ops._results import read_json, write_json, write_text
 from cf_ops._revisions import Fault, Revision, faults, identify
-from cf_ops.model import CAPACITY, Model, _nll, find_model, on_device, open_weights
+from cf_ops._score import surprisal
+from cf_ops.model import CAPACITY, Model, find_model, on_device, open_weights
 
 __all__ = ["Fault", "Metric", "Revision", "Sweep", "pythia_steps", "surprisal", "sweep"]
 
@@ -159,31 +158,6 @@ def sweep(
                 done = [*(r for r in done if r not in todo[place + 1 :]), *(r for r in kept.values() if r not in done)]
                 write_json(path, about | {"faults": list(map(str, made.faults)), "revisions": [r.json() for r in done]})
             progress.set(len(made.revisions) - len(todo) + place + 1, len(made.revisions))
-    return made
-
-
-def surprisal(model: Model, ids: Ids, context: int = 2048, stride: int | None = None) -> NDArray[np.float64]:
-    """-log p of each id given those before it in its window, in nats; NaN for an id that begins its window and is
-    scored in no other, as the first of all.
-
-    Windows are those of :meth:`Model.perplexity`, which is exp of the mean. Raises what that raises.
-    """
-    row = row_of_ids("ids", ids)
-    made = np.full(row.size, np.nan)
-    context = min(integer("context", context, 2, 2**31 - 1), max(2, row.size))
-    stride = context if stride is None else integer("stride", stride, 1, context)
-    if row.ndim != 1 or row.size < 2 or row.dtype.kind not in "iu":
-        raise ValueError(f"ids: expected at least 2 integers in one dimension, got {row.dtype} of {row.shape}")
-    if row.min() < 0 or row.max() >= (vocab_size := model.config["vocab_size"]):
-        raise ValueError(f"ids: expected integers of 0 to {vocab_size - 1}, got {row.min()} to {row.max()}")
-    first, scored = 0, 1
-    with model._runner(context - 1) as runner, Progress("scoring") as progress:
-        while scored < row.size:
-            last = min(first + context, row.size)
-            count = min(last - scored, last - first - 1)
-            made[last - count : last] = _nll(runner, row[first:last], count)
-            first, scored = first + stride, last
-            progress.set(scored, row.size)
     return made
 
 

@@ -19,13 +19,15 @@ class Source(NamedTuple):
     layers: int
 
 
-def sources(config: Mapping[str, Any], library: Iterable[str]) -> dict[str, Source]:
+def sources(config: Mapping[str, Any], library: Iterable[str], is_cut: bool = False) -> dict[str, Source]:
     """Every tap of a model by each of its names, in the order of the model.
 
-    library: the library's own names, which are taken too. Hugging Face's are "hidden_states.0" and on, as
-    output_hidden_states gives them, and the modules' own, such as "gpt_neox.layers.3.mlp". TransformerLens's are those
-    of a model of from_pretrained_no_processing(), such as "blocks.3.hook_resid_pre"; hook_resid_mid is of models with a
-    sequential residual alone, as there.
+    is_cut: whether layers behind the model's last were left out. The last hidden state is then that layer's output, as
+    it is in the whole model, and not the last norm's. library: the library's own names, which are taken too.
+
+    Hugging Face's names are "hidden_states.0" and on, as output_hidden_states gives them, and the modules' own, such as
+    "gpt_neox.layers.3.mlp". TransformerLens's are its hooks of weights that it has not processed, such as
+    "blocks.3.hook_resid_pre"; hook_resid_mid is of models with a sequential residual alone, as there.
     """
     layers, family = layers_of(config), _family_of(config)
     sites = {site["id"]: site for site in (*family["sites"], *family["outside"])}
@@ -55,7 +57,7 @@ def sources(config: Mapping[str, Any], library: Iterable[str]) -> dict[str, Sour
         made |= {name: Source(after, mid, i + 1) for name in (f"{theirs}.{mlp}", f"{block}hook_mlp_out")}
         before = after
     norm = sites["final_layer_norm"]
-    made |= {name: source(norm["tap"]) for name in (f"hidden_states.{layers}", norm["name"])}
+    made |= {f"hidden_states.{layers}": source(before if is_cut else norm["tap"]), norm["name"]: source(norm["tap"])}
     if "embed_positions" not in sites:  # the embedding alone is no tap of a model with learned positions
         made |= {name: source(embedding) for name in (sites["embed_in"]["name"], "hook_embed")}
     return made

@@ -1,8 +1,8 @@
 """``python -m cf_ops.dynamo --model DIR``: one worker of NVIDIA Dynamo's, without a front end.
 
-It registers the model with Dynamo's discovery, and any ``python -m dynamo.frontend`` that looks there sends it requests.
-Its options are those of ``python -m cf_ops serve`` that a worker has, and where Dynamo's parts meet. ``cf_ops serve``
-starts this program for a single machine.
+It registers the model with Dynamo's discovery, and any ``python -m dynamo.frontend`` that looks there sends it
+requests. Its options are those of ``python -m cf_ops serve`` that a worker has, and where Dynamo's parts meet.
+``cf_ops serve`` starts this program for a single machine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from cf_ops import _core
 from cf_ops.cli import _program as program
 from cf_ops.model import Model
 from cf_ops.serve import _processes as processes
@@ -23,12 +24,14 @@ from cf_ops.serve._batcher import Batcher, Fault, Full, Job, Piece
 from cf_ops.serve._request import Refused, read_request
 
 _BLOCK = 16  # entries; Dynamo counts a cache in blocks
+_SWITCH = 0.0005  # seconds that the event loop may keep the decoder's thread from its next step
 
 __all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a worker until SIGTERM or SIGINT; returns the exit code: 0, or 2 for bad input and a missing package."""
+    """Runs a worker until SIGTERM or SIGINT; returns the exit code: 0, 1 where Dynamo fails, or 2 for bad input and a
+    missing package."""
     parser = program.Parser(prog="python -m cf_ops.dynamo", description="One worker of NVIDIA Dynamo's.")
     processes.declare_worker(parser)
     parser.add_argument("--namespace", default="cf_ops", help="of Dynamo's; a front end serves the workers of one")
@@ -38,23 +41,30 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         processes.check_packages()
-        run_worker(args)
+        worker = make_worker(args)
     except KeyboardInterrupt:
         return program.INTERRUPTED
-    except (ValueError, OSError, ImportError, MemoryError, NotImplementedError, RuntimeError) as error:
+    except (ValueError, OSError, ImportError, MemoryError, NotImplementedError, _core.CfError) as error:
         return program.fail(program.message_of(error))
+    import uvloop  # type: ignore[import-not-found, unused-ignore]
+
+    sys.setswitchinterval(_SWITCH)
+    try:
+        uvloop.run(worker.run())
+    except Exception as error:  # Dynamo's have no class of their own
+        program.fail(f"Dynamo has failed: {error}")
+        return program.CHECK_FAILED
     return program.OK
 
 
-def run_worker(args: argparse.Namespace) -> None:
-    """Loads the model and serves it. What is wrong with the model is raised before Dynamo starts."""
-    import uvloop  # type: ignore[import-not-found, unused-ignore]
+def make_worker(args: argparse.Namespace) -> Any:
+    """Loads the model; returns Dynamo's worker for it. What is wrong with the model is raised before Dynamo starts."""
     from dynamo.common.backend import Worker, WorkerConfig  # type: ignore[import-not-found, unused-ignore]
 
     directory = os.path.abspath(program.model_directory(args))  # a front end elsewhere reads the tokenizer there
     processes.check_model(directory)
-    model = program.open_model(args, args.slots, args.capacity or processes.positions(directory))
-    capacity = args.capacity or model.capacity or model.config["max_position_embeddings"]
+    capacity = args.capacity or processes.default_capacity(directory)
+    model = program.open_model(args, args.slots, capacity)
     name = processes.served_name(args, directory)
     engine = _engine_class()(model, name, capacity, args)
     kinds = "completions,chat" if has_chat_template(directory) else "completions"
@@ -68,7 +78,7 @@ def run_worker(args: argparse.Namespace) -> None:
         request_plane="tcp",
         enable_kv_routing=False,
     )
-    uvloop.run(Worker(engine, config).run())
+    return Worker(engine, config)
 
 
 def has_chat_template(directory: str) -> bool:
@@ -80,22 +90,37 @@ def has_chat_template(directory: str) -> bool:
         return False
 
 
+def _logprobs(piece: Piece) -> dict[str, Any]:
+    """A piece's log-probabilities as Dynamo has them; its front end knows the tokens' texts."""
+    if piece.logprobs is None:
+        return {}
+    top = [
+        [
+            {"rank": rank, "token_id": id, "token": None, "logprob": value}
+            for rank, (id, value) in enumerate(likeliest, 1)
+        ]
+        for _, likeliest in piece.logprobs
+    ]
+    return {"log_probs": [value for value, _ in piece.logprobs], "top_logprobs": top}
+
+
 def _engine_class() -> Any:
     """The engine's class, whose base is Dynamo's."""
     from dynamo.common.backend import (  # type: ignore[import-not-found, unused-ignore]
         EngineConfig,
         LLMEngine,
         LlmRegistration,
+        health_check,
+        metrics,
     )
-    from dynamo.common.backend.health_check import build_health_check_payload  # type: ignore[import-not-found, unused-ignore]
-    from dynamo.common.backend.metrics import register_engine_registry  # type: ignore[import-not-found, unused-ignore]
-    from dynamo.common.utils.token_ids import normalize_request_token_ids  # type: ignore[import-not-found, unused-ignore]
+    from dynamo.common.utils import token_ids  # type: ignore[import-not-found, unused-ignore]
     from dynamo.llm import exceptions  # type: ignore[import-not-found, unused-ignore]
 
     from cf_ops.serve._metrics import Metrics
 
     class Engine(LLMEngine):  # type: ignore[misc, unused-ignore]
-        """A model as Dynamo's backend: `generate` hands a request's sequences to the batcher and passes on what comes."""
+        """A model as Dynamo's backend: `generate` hands a request's sequences to the batcher and passes on what it
+        makes."""
 
         def __init__(self, model: Model, name: str, capacity: int, args: argparse.Namespace) -> None:
             self._model, self._name, self._capacity = model, name, capacity
@@ -118,10 +143,12 @@ def _engine_class() -> Any:
                 max_num_seqs=self._slots,
                 max_num_batched_tokens=self._capacity,
             )
-            return EngineConfig(model=self._model.directory, served_model_name=self._name, llm=registration)
+            return EngineConfig(
+                model=os.path.abspath(self._model.directory), served_model_name=self._name, llm=registration
+            )
 
         async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
-            normalize_request_token_ids(request)
+            token_ids.normalize_request_token_ids(request)
             try:
                 asked = read_request(request, self._capacity)
             except Refused as error:
@@ -150,12 +177,14 @@ def _engine_class() -> Any:
             running, made = len(jobs), 0
             while True:
                 piece = await pieces.get()
+                while len(jobs) == 1 and piece.finish is None and not pieces.empty():
+                    piece = piece.then(pieces.get_nowait())  # a busy loop passes on fewer and longer chunks
                 if piece.finish == "refused":
                     raise exceptions.InvalidArgument(piece.error)
                 if piece.finish == "failed":
                     raise exceptions.Unknown(piece.error)
                 made += len(piece.ids)
-                chunk: dict[str, Any] = {"token_ids": piece.ids, "index": piece.choice}
+                chunk: dict[str, Any] = {"token_ids": piece.ids, "index": piece.choice, **_logprobs(piece)}
                 running -= piece.finish is not None
                 if running and (piece.ids or piece.finish is None):
                     yield chunk
@@ -183,10 +212,10 @@ def _engine_class() -> Any:
                 self._model.close()
 
         async def health_check_payload(self) -> Any:
-            return build_health_check_payload(bos_token_id=(self._model.eos_token_ids or [0])[0])
+            return health_check.build_health_check_payload(bos_token_id=(self._model.eos_token_ids or [0])[0])
 
-        async def register_prometheus(self, metrics: Any) -> None:
-            register_engine_registry(metrics, self._metrics.registry)
+        async def register_prometheus(self, engine_metrics: Any) -> None:
+            metrics.register_engine_registry(engine_metrics, self._metrics.registry)
 
         def _end_process(self, fault: str) -> None:
             """Ends the worker, which serves no more; who started it starts another one."""

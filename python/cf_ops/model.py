@@ -9,13 +9,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, overload
 
-import numpy as np
 from numpy.typing import NDArray
 
-from cf_ops import _core
-from cf_ops._arguments import dtype_name, flag, ids_of, integer, is_one, kind_of, path_of, row_of_ids
+from cf_ops import _core, _score
+from cf_ops._arguments import dtype_name, flag, ids_of, integer, is_one, kind_of, path_of
 from cf_ops._arguments import text as text_of
 from cf_ops._chat import ChatTemplate, Message
 from cf_ops._device import cuda_index, device_model
@@ -32,13 +31,23 @@ from cf_ops._generation import (
     Settings,
 )
 from cf_ops._progress import Progress
+from cf_ops._score import Perplexity, Scored
 from cf_ops._text import encode, open_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from typing_extensions import Unpack
 
-__all__ = ["AsyncGeneration", "Generated", "Generation", "GenerationInterrupted", "Model", "Perplexity", "load"]
+__all__ = [
+    "AsyncGeneration",
+    "Generated",
+    "Generation",
+    "GenerationInterrupted",
+    "Model",
+    "Perplexity",
+    "Scored",
+    "load",
+]
 
 MOST_SLOTS = 64
 MOST_SAMPLES = 1024
@@ -46,20 +55,6 @@ CAPACITY = 2048  # of a slot on a GPU, where nothing else is said
 _CHUNK = 512  # tokens of a prompt that go through the model at once
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _LOGGER = logging.getLogger("cf_ops")
-
-
-class Perplexity(NamedTuple):
-    """exp of the mean negative log likelihood.
-
-    perplexity: exp(nll). error: its standard error, perplexity * nll_error. nll: the mean of -log p(id) over the scored
-    ids, in nats. nll_error: the standard error of that mean. positions: the scored ids.
-    """
-
-    perplexity: float
-    error: float
-    nll: float
-    nll_error: float
-    positions: int
 
 
 class Model:
@@ -338,6 +333,29 @@ class Model:
         """The logits (ids, vocab) of every position: row p predicts id p + 1. Raises what :meth:`run` raises."""
         return self.run(ids)[0]
 
+    def score(
+        self,
+        prompts: Iterable[Prompt],
+        first: int | Iterable[int] = 1,
+        *,
+        top: int = 0,
+        slots: int | None = None,
+    ) -> list[Scored]:
+        """Scores the ids of prompts, texts or ids: log p(id | the ids before it) of every id from the position `first`
+        on, which is one number or one a prompt. The id at position 0 has no prediction. In float64, of a row of logits
+        l: (l[id] - m) - log(sum of exp(l - m)), where m = max(l). A few hundred rows of logits exist at a time.
+
+        top: how many of the most likely ids are named beside each scored one. slots: prompts that a step reads side by
+        side, 1 where it is None. Prompts that begin with the same ids have whole pieces of them read once: of 128 ids
+        on the CPU, of 512 on a GPU. What a prompt is given does not depend on the other prompts. A prompt that fails
+        says so in its result; the others go on. On a terminal stderr shows how far the work has come.
+
+        Raises ValueError for a prompt of fewer than two ids, with ids outside the vocabulary or longer than the model
+        or its capacity takes, for a `first` outside 1 to the prompt's last position, and for more slots than are free;
+        TypeError for one prompt in place of a list.
+        """
+        return _score.score(self, prompts, first, top, slots)
+
     def perplexity(self, ids: Prompt, context: int = 2048, stride: int | None = None) -> Perplexity:
         """The perplexity of a text, or of its ids, exp(mean of -log p(id | the ids before it in its window)).
 
@@ -347,39 +365,7 @@ class Model:
 
         Raises ValueError for fewer than two ids, a context below 2 and a stride outside 1 to context.
         """
-        all_ids = row_of_ids("ids", self.encode(ids) if isinstance(ids, str) else ids)
-        context = integer("context", context)
-        stride = context if stride is None else integer("stride", stride)
-        if context < 2:
-            raise ValueError(f"context: expected at least 2 ids, got {context}")
-        if not 1 <= stride <= context:
-            raise ValueError(f"stride: expected 1 to {context}, the context, got {stride}")
-        if all_ids.ndim != 1 or all_ids.size < 2:
-            raise ValueError(f"ids: expected at least 2 in one dimension, got the shape {all_ids.shape}")
-        vocab_size = self.config["vocab_size"]
-        if all_ids.dtype.kind not in "iu" or all_ids.min() < 0 or all_ids.max() >= vocab_size:
-            raise ValueError(
-                f"ids: expected integers of 0 to {vocab_size - 1}, got {all_ids.dtype} from {all_ids.min()} to "
-                f"{all_ids.max()}"
-            )
-        context = min(context, all_ids.size)
-        parts = []
-        first, scored = 0, 1
-        # A window's last id is scored and not fed.
-        with self._runner(context - 1) as runner, Progress("scoring") as progress:
-            while scored < all_ids.size:
-                last = min(first + context, all_ids.size)
-                window = all_ids[first:last]
-                rows = min(last - scored, last - first - 1)
-                parts.append(_nll(runner, window, rows))
-                first, scored = first + stride, last
-                progress.set(scored, all_ids.size)
-        nll = np.concatenate(parts)
-        if not np.isfinite(nll).all():
-            raise ValueError(f"the logits of {np.count_nonzero(~np.isfinite(nll))} ids are not finite")
-        mean = float(nll.mean())
-        error = float(nll.std(ddof=1) / np.sqrt(nll.size)) if nll.size > 1 else 0.0
-        return Perplexity(float(np.exp(mean)), float(np.exp(mean)) * error, mean, error, nll.size)
+        return _score.perplexity(self, ids, context, stride)
 
     def slots_for(self, prompts: int) -> int:
         """How many slots a call takes for so many prompts, where nothing else is said."""
@@ -393,6 +379,14 @@ class Model:
             return _core.Decoder(self.weights, slots=slots, capacity=capacity, chunk=_CHUNK, activation=self.activation)
         self._check_capacity(self._on_device, capacity)
         return _core.Decoder(self._on_device, slots=slots)
+
+    def scorer(self, slots: int, capacity: int) -> _core.Scorer:
+        """What scores prompts in `slots` slots, with room for `capacity` entries of each; on a GPU in slots that are
+        free. Raises what :meth:`score` raises of sizes."""
+        if self._on_device is None:
+            return _core.Scorer(self.weights, slots=slots, capacity=capacity, chunk=_CHUNK, activation=self.activation)
+        self._check_capacity(self._on_device, capacity)
+        return _core.Scorer(self._on_device, slots=slots)
 
     @contextmanager
     def _runner(self, capacity: int) -> Iterator[_core.Runner]:
@@ -416,21 +410,6 @@ class Model:
             )
 
 
-def _nll(runner: _core.Runner, window: NDArray[Any], rows: int) -> NDArray[np.float64]:
-    """-log p of the last `rows` ids of a window."""
-    parts = []
-    fed, skipped = window.size - 1, window.size - 1 - rows
-    for begin in range(0, fed, _CHUNK):
-        end = min(begin + _CHUNK, fed)
-        wanted = min(end - begin, max(0, end - skipped))
-        logits = runner.forward(0, begin, window[begin:end], wanted).astype(np.float64)
-        next_ids = window[end - wanted + 1 : end + 1]
-        most = logits.max(axis=1, initial=-np.inf, keepdims=True)
-        log_sum = most[:, 0] + np.log(np.exp(logits - most).sum(axis=1))
-        parts.append(log_sum - logits[np.arange(wanted), next_ids])
-    return np.concatenate(parts)
-
-
 def load(
     path_or_preset: str | os.PathLike[str],
     *,
@@ -438,6 +417,7 @@ def load(
     activation: str | None = None,
     dtype: object = None,
     revision: str | None = None,
+    layers: int | None = None,
     slots: int | None = None,
     capacity: int | None = None,
     impl: str = "auto",
@@ -454,8 +434,11 @@ def load(
     such as "EleutherAI/pythia-70m", and the package huggingface_hub downloads what its cache does not have. Without it
     nothing is ever downloaded.
 
-    Where the config of Mistral, Qwen2 or Qwen3 has a sliding_window, a sequence may have so many positions: within it every key is
-    seen. :attr:`Model.notes` says what of the config does not count and which weights were cast.
+    layers: how many of the first layers the model has, all where it is None. The last norm and the head follow them, so
+    that its logits are the logit lens of that layer.
+
+    Where the config of Mistral, Qwen2 or Qwen3 has a sliding_window, a token sees so many keys. On a GPU a sequence may
+    have so many positions. :attr:`Model.notes` says what of the config does not count and which weights were cast.
 
     device: "cpu", or "cuda" or "cuda:1" for a GPU. A GPU gets a copy of the weights and a cache of `slots` (1) sequences
     of `capacity` (2048) entries, and computes in the weights' own dtype. impl: how its steps are launched, "auto" for
@@ -496,6 +479,8 @@ def load(
     path = find_model(path, revision)
     shown = None if progress is None else flag("progress", progress)
     weights, eos_token_ids = open_weights(path, dtype, for_gpu=index is not None, progress=shown)
+    if layers is not None:
+        weights = weights.first_layers(integer("layers", layers))
     if index is None:
         return Model(weights, path, activation or "float32", eos_token_ids)
     model = on_device(weights, path, eos_token_ids, index, **sizes, impl=impl)

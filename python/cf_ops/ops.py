@@ -11,8 +11,10 @@ wait for them, and may be captured into a CUDA graph.
 from __future__ import annotations
 
 import importlib.resources
+import inspect
 import json
 import math
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -45,6 +47,7 @@ __all__ = [
     "HeadNormLayerOutputs",
     "LayerOutputs",
     "QkvLayout",
+    "Runs",
     "attention",
     "budget",
     "decode_layer",
@@ -72,6 +75,15 @@ then of k, then of v, (tokens, heads + 2 * kv_heads, 1, head_dim)."""
 
 P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., object])
+
+Runs = Sequence[tuple[int, int, int]]
+"""The runs of a step: (sequence, first_row, count) each."""
+
+_RUNS = """\
+``runs`` is a list of (sequence, first_row, count): ``count`` rows from row ``first_row`` on are consecutive tokens of
+that sequence of the cache. Runs have different counts. Their rows follow each other from row 0 on; sequences come in
+any order, each at most once. What a run is given does not depend on the others. Without runs each sequence has as many
+rows, in order."""
 
 _DTYPES_AND_ERRORS = """\
 Dtypes: activations share one dtype, float32 or float64 on the CPU, float16, bfloat16 or float32 on a GPU. Weights share
@@ -183,7 +195,8 @@ def _op(function: F) -> F:
     contract = _contracts()[function.__name__]
     width = max(len(names) for names, _ in contract.arguments)
     shapes = "\n".join(f"    {names:{width}}  {shape}".rstrip() for names, shape in contract.arguments)
-    parts = [function.__doc__ or "", contract.comment, f"Shapes:\n{shapes}", _DTYPES_AND_ERRORS]
+    runs = _RUNS if "runs" in inspect.signature(function).parameters else ""
+    parts = [function.__doc__ or "", contract.comment, runs, f"Shapes:\n{shapes}", _DTYPES_AND_ERRORS]
     function.__doc__ = "\n\n".join(part.strip("\n") for part in parts if part)
     return function
 
@@ -227,6 +240,13 @@ class _Like(NamedTuple):
     given: tuple[object, ...]
     fixed: object
     numbers: tuple[object, ...]
+
+
+def _like(
+    known: _core.KnownCalls, given: tuple[object, ...], fixed: object, numbers: tuple[object, ...], runs: Runs | None
+) -> _Like | None:
+    """How a call is known; one with runs is not: the next step has others."""
+    return _Like(known, given, fixed, numbers) if runs is None else None
 
 
 def _known_calls(op: str, given: str, **numbers: type) -> _core.KnownCalls:
@@ -366,6 +386,10 @@ class CheckedOp:
         return made
 
 
+# The scalars that a BoundOp depends on.
+_SHAPING = ("config", "epilogue", "layout", "kv_heads", "runs")
+
+
 class _CudaCall(Generic[T]):
     """A call of an op on torch tensors of a GPU: a _Call that looks up what depends on dtypes and shapes alone."""
 
@@ -397,7 +421,7 @@ class _CudaCall(Generic[T]):
             first = next(name for name, tensor in zip(names, given) if tensor is like)
             for name, tensor in zip(names, given):
                 check_tensor(op, name, tensor, "torch", first, name in _written(op), like.device)
-        fixed += [(name, scalars.pop(name)) for name in ("config", "epilogue", "layout", "kv_heads") if name in scalars]
+        fixed += [(name, scalars.pop(name)) for name in _SHAPING if name in scalars]
         key = op, tuple(names), tuple([t.dtype for t in given]), tuple([t.shape for t in given]), tuple(fixed)
         try:
             self._signature = _signature(*key)
@@ -453,6 +477,22 @@ def _call(op: str, like: T, tensors: Mapping[str, _Weight | None], **scalars: ob
     if getattr(like, "is_cuda", False):
         return _CudaCall(op, like, tensors, scalars)
     return _Call(op, like, tensors, **scalars)
+
+
+def _runs(op: str, runs: Runs | None) -> dict[str, object]:
+    """The runs of a call among its scalars."""
+    if runs is None:
+        return {}
+    try:
+        table = tuple([tuple([operator.index(number) for number in run]) for run in runs])
+    except TypeError:
+        raise TypeError(f"{op}: runs must be a list of (sequence, first_row, count), got {runs!r}") from None
+    for i, run in enumerate(table):
+        if len(run) != 3:
+            raise ValueError(f"{op}: runs[{i}] must be (sequence, first_row, count), got {run!r}")
+    if not table:
+        raise ValueError(f"{op}: runs: expected at least one, got none")
+    return {"runs": table}
 
 
 def budget(op: Callable[P, Any], *, compute: str = "float32", output: str = "float32") -> Callable[P, Budget]:
@@ -663,12 +703,15 @@ def rope(
 
 
 @_op
-def kv_append(k: Tensor, v: Tensor, kv_len: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+def kv_append(
+    k: Tensor, v: Tensor, kv_len: Tensor, k_cache: Tensor, v_cache: Tensor, *, runs: Runs | None = None
+) -> None:
     """Returns nothing, and writes k_cache and v_cache in place."""
     given = k, v, kv_len, k_cache, v_cache
-    if _KV_APPEND.run(given, None, ()) is None:
-        call = _call("kv_append", k, {"k": k, "v": v, "kv_len": kv_len, "k_cache": k_cache, "v_cache": v_cache})
-        call.run(like=_Like(_KV_APPEND, given, None, ()))
+    if runs is not None or _KV_APPEND.run(given, None, ()) is None:
+        tensors: _Tensors = {"k": k, "v": v, "kv_len": kv_len, "k_cache": k_cache, "v_cache": v_cache}
+        call = _call("kv_append", k, tensors, **_runs("kv_append", runs))
+        call.run(like=_like(_KV_APPEND, given, None, (), runs))
 
 
 @_op
@@ -682,10 +725,11 @@ def rope_append(
     v_cache: Tensor,
     *,
     layout: QkvLayout = "interleaved_by_head",
+    runs: Runs | None = None,
 ) -> T:
     """Returns q, and writes k_cache and v_cache in place. Without cos and sin, None, nothing turns."""
     given = qkv, cos, sin, positions, kv_len, k_cache, v_cache
-    made: T | None = _ROPE_APPEND.run(given, layout, ())
+    made: T | None = _ROPE_APPEND.run(given, layout, ()) if runs is None else None
     if made is not None:
         return made
     tensors: _Tensors = {
@@ -697,7 +741,7 @@ def rope_append(
         "k_cache": k_cache,
         "v_cache": v_cache,
     }
-    call = _call("rope_append", qkv, tensors, layout=layout)
+    call = _call("rope_append", qkv, tensors, layout=layout, **_runs("rope_append", runs))
     shapes = None
     if layout == "separate":
         tokens, all_heads, _, head_dim = qkv.shape
@@ -708,7 +752,7 @@ def rope_append(
                 f"expected more than twice the {k_cache.shape[1]} of 'k_cache'"
             )
         shapes = {"q": (tokens, heads, head_dim)}
-    return call.run(shapes, like=_Like(_ROPE_APPEND, given, layout, ()))[0]
+    return call.run(shapes, like=_like(_ROPE_APPEND, given, layout, (), runs))[0]
 
 
 @_op
@@ -726,11 +770,12 @@ def ln_qkv(
     v_cache: Tensor,
     *,
     eps: float = 1e-5,
+    runs: Runs | None = None,
 ) -> tuple[T, T, T]:
     """Returns (q, k, v), and writes k_cache and v_cache in place. ``bias`` may be None; ``weight`` may be a
     GptqWeight."""
     given = x, gamma, beta, weight, bias, cos, sin, positions, kv_len, k_cache, v_cache
-    made: tuple[T, T, T] | None = _LN_QKV.run(given, None, (eps,))
+    made: tuple[T, T, T] | None = _LN_QKV.run(given, None, (eps,)) if runs is None else None
     if made is not None:
         return made
     tensors: _Tensors = {
@@ -746,10 +791,10 @@ def ln_qkv(
         "k_cache": k_cache,
         "v_cache": v_cache,
     }
-    call = _call("ln_qkv", x, tensors, eps=eps)
+    call = _call("ln_qkv", x, tensors, eps=eps, **_runs("ln_qkv", runs))
     _, heads, _, head_dim = k_cache.shape
     shapes = dict.fromkeys(("q", "k", "v"), (x.shape[0], heads, head_dim))
-    q, k, v = call.run(shapes, like=_Like(_LN_QKV, given, None, (eps,)))
+    q, k, v = call.run(shapes, like=_like(_LN_QKV, given, None, (eps,), runs))
     return q, k, v
 
 
@@ -764,16 +809,17 @@ def ln_qkv_heads(
     heads: int,
     kv_heads: int,
     eps: float = 1e-5,
+    runs: Runs | None = None,
 ) -> tuple[T, T, T]:
     """Returns (q, k, v). head_dim follows from the rows of ``weight``, which may be a GptqWeight."""
     heads = integer("ln_qkv_heads", "heads", heads, 1)
     kv_heads = integer("ln_qkv_heads", "kv_heads", kv_heads, 1)
     given, fixed = (x, gamma, beta, weight, bias), (heads, kv_heads)
-    made: tuple[T, T, T] | None = _LN_QKV_HEADS.run(given, fixed, (eps,))
+    made: tuple[T, T, T] | None = _LN_QKV_HEADS.run(given, fixed, (eps,)) if runs is None else None
     if made is not None:
         return made
     tensors: _Tensors = {"x": x, "gamma": gamma, "beta": beta, "weight": weight, "bias": bias}
-    call = _call("ln_qkv_heads", x, tensors, eps=eps)
+    call = _call("ln_qkv_heads", x, tensors, eps=eps, **_runs("ln_qkv_heads", runs))
     head_dim, rest = divmod(_rows(weight), heads + 2 * kv_heads)
     if rest:
         raise ValueError(
@@ -783,21 +829,29 @@ def ln_qkv_heads(
     batch, q_len, _ = x.shape
     kv_shape = batch, kv_heads, q_len, head_dim
     shapes = {"q": (batch, heads, q_len, head_dim), "k": kv_shape, "v": kv_shape}
-    q, k, v = call.run(shapes, like=_Like(_LN_QKV_HEADS, given, fixed, (eps,)))
+    q, k, v = call.run(shapes, like=_like(_LN_QKV_HEADS, given, fixed, (eps,), runs))
     return q, k, v
 
 
 @_op
 def attention(
-    q: T, k_cache: Tensor, v_cache: Tensor, kv_len: Tensor, *, scale: float, max_kv_len: int | None = None
+    q: T,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_len: Tensor,
+    *,
+    scale: float,
+    max_kv_len: int | None = None,
+    runs: Runs | None = None,
 ) -> T:
     """Returns y. The usual scale is head_dim^-0.5. Without max_kv_len it is the capacity of the cache."""
     given, numbers = (q, k_cache, v_cache, kv_len), (scale, max_kv_len)
-    made: T | None = _ATTENTION.run(given, None, numbers)
+    made: T | None = _ATTENTION.run(given, None, numbers) if runs is None else None
     if made is None:
-        call = _call("attention", q, {"q": q, "k_cache": k_cache, "v_cache": v_cache, "kv_len": kv_len}, scale=scale)
+        tensors: _Tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "kv_len": kv_len}
+        call = _call("attention", q, tensors, scale=scale, **_runs("attention", runs))
         call.scalars["max_kv_len"] = k_cache.shape[2] if max_kv_len is None else max_kv_len
-        made = call.run(like=_Like(_ATTENTION, given, None, numbers))[0]
+        made = call.run(like=_like(_ATTENTION, given, None, numbers, runs))[0]
     return made
 
 
@@ -814,6 +868,7 @@ def decode_layer(
     v_cache: Tensor,
     *,
     max_kv_len: int | None = None,
+    runs: Runs | None = None,
 ) -> LayerOutputs | HeadNormLayerOutputs:
     """Returns the output of every site, and writes k_cache and v_cache in place.
 
@@ -829,7 +884,7 @@ def decode_layer(
         raise TypeError(f"decode_layer: config must be a mapping or a text, got {type(config).__name__}")
     text = config if isinstance(config, str) else json.dumps(dict(config))
     given, numbers = (hidden, positions, kv_len, cos, sin, k_cache, v_cache, weights), (max_kv_len,)
-    made = _DECODE_LAYER.run(given, text, numbers)
+    made = _DECODE_LAYER.run(given, text, numbers) if runs is None else None
     if made is not None:
         return _layer_outputs(made)
     activations: _Tensors = {
@@ -843,9 +898,9 @@ def decode_layer(
     }
     for name in weights.keys() & activations.keys():
         raise ValueError(f"decode_layer: weights has '{name}', expected Hugging Face's names of weights alone")
-    call = _call("decode_layer", hidden, {**activations, **weights}, config=text)
+    call = _call("decode_layer", hidden, {**activations, **weights}, config=text, **_runs("decode_layer", runs))
     call.scalars["max_kv_len"] = k_cache.shape[2] if max_kv_len is None else max_kv_len
-    return _layer_outputs(call.run(like=_Like(_DECODE_LAYER, given, text, numbers)))
+    return _layer_outputs(call.run(like=_like(_DECODE_LAYER, given, text, numbers, runs)))
 
 
 def run_known_rows(given: tuple[Any, ...], eps: float) -> Any:

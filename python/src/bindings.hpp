@@ -32,5 +32,6 @@ void bind_weights(nanobind::module_& m);
 void bind_device(nanobind::module_& m);
 void bind_runner(nanobind::module_& m);
 void bind_decoder(nanobind::module_& m);
+void bind_scorer(nanobind::module_& m);
 
 }  // namespace cf::python

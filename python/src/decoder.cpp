@@ -97,7 +97,8 @@ class PythonDecoder {
       : slots_(shared, slots), decoder_(made()) {}
 
   /// The options' stop ids and biases come from `stop` and `logit_bias`.
-  std::int64_t add(nb::handle prompt, SequenceOptions options, nb::handle stop, const Biases& logit_bias) {
+  std::int64_t add(nb::handle prompt, SequenceOptions options, nb::handle stop, const Biases& logit_bias,
+                   std::optional<std::int64_t> same_prompt) {
     const std::int64_t vocab_size = slots_.vocab_size();
     const Ids ids = ids_of("prompt", prompt, vocab_size);
     options.stop = ids_of("stop", stop, vocab_size);
@@ -106,7 +107,11 @@ class PythonDecoder {
         refuse("logit_bias: expected ids of 0 to " + std::to_string(vocab_size - 1) + ", got " + std::to_string(id));
       options.changes.logit_bias.push_back({std::int32_t(id), float(bias)});
     }
-    return take(slots_.look([&] { return decoder_.add(ids, std::move(options)); }));
+    const auto take_sequence = [&] {
+      return same_prompt ? decoder_.fork(*same_prompt, std::move(options)) : decoder_.add(ids, std::move(options));
+    };
+    // A fork may copy entries.
+    return take(same_prompt ? slots_.use([&](ModelRunner&) { return take_sequence(); }) : slots_.look(take_sequence));
   }
   Pairs prefill() {
     return pairs(take(slots_.use([&](ModelRunner&) { return decoder_.prefill(); })));
@@ -180,7 +185,7 @@ void bind_decoder(nb::module_& m) {
              double repetition_penalty, std::uint64_t seed, std::uint64_t id, nb::handle stop,
              std::optional<std::int64_t> max_new_tokens, std::int64_t min_new_tokens, const Biases& logit_bias,
              double frequency_penalty, double presence_penalty, nb::handle logits_processor,
-             std::optional<std::int64_t> logprobs) {
+             std::optional<std::int64_t> logprobs, std::optional<std::int64_t> same_prompt) {
             SequenceOptions options{.sampling = {temperature, top_k, top_p, min_p, repetition_penalty, seed},
                                     .id = id,
                                     .changes = {.frequency_penalty = frequency_penalty,
@@ -189,19 +194,20 @@ void bind_decoder(nb::module_& m) {
                                                 .processor = processor_of(logits_processor)},
                                     .logprobs = logprobs};
             options.max_new_tokens = max_new_tokens.value_or(options.max_new_tokens);
-            return d.add(prompt, std::move(options), stop, logit_bias);
+            return d.add(prompt, std::move(options), stop, logit_bias, same_prompt);
           },
           "prompt"_a, nb::kw_only(), "temperature"_a = 0.0, "top_k"_a = 0, "top_p"_a = 1.0, "min_p"_a = 0.0,
           "repetition_penalty"_a = 1.0, "seed"_a = 0, "id"_a = 0, "stop"_a = nb::tuple(),
           "max_new_tokens"_a = nb::none(), "min_new_tokens"_a = 0, "logit_bias"_a = Biases(),
           "frequency_penalty"_a = 0.0, "presence_penalty"_a = 0.0, "logits_processor"_a = nb::none(),
-          "logprobs"_a = nb::none(),
+          "logprobs"_a = nb::none(), "same_prompt"_a = nb::none(),
           "Takes a sequence and returns its number. Where no slot is free it waits for one. Random numbers depend on "
           "seed, id and position alone. core/model/choice.hpp says what min_new_tokens, logit_bias (pairs of an id and "
           "its bias), the penalties, logits_processor (called with the logits, float32, and the ids of prompt and "
-          "output; returns the logits) and logprobs (how many alternatives) are. Raises ValueError for a prompt that "
-          "is empty, longer than the capacity or "
-          "outside the vocabulary, and for settings that have no meaning.")
+          "output; returns the logits) and logprobs (how many alternatives) are. same_prompt: a sequence of the same "
+          "prompt, which is read once for both where the cache has pages. Raises ValueError for a prompt that is "
+          "empty, "
+          "longer than the capacity or outside the vocabulary, and for settings that have no meaning.")
       .def("prefill", &PythonDecoder::prefill,
            "Reads the prompts of the sequences added since; returns (sequence, id) of each one's first id.")
       .def("decode", &PythonDecoder::decode, "steps"_a = 1,

@@ -54,4 +54,5 @@ NB_MODULE(_core, m) {
   cf::python::bind_device(m);
   cf::python::bind_runner(m);
   cf::python::bind_decoder(m);
+  cf::python::bind_scorer(m);
 }

@@ -77,6 +77,8 @@ void for_each_scalar(Args& a, F&& f) {
   if constexpr (requires { a.scale; }) f(std::string("scale"), a.scale);
   if constexpr (requires { a.max_kv_len; }) f(std::string("max_kv_len"), a.max_kv_len);
   if constexpr (requires { a.t.max_kv_len; }) f(std::string("max_kv_len"), a.t.max_kv_len);
+  if constexpr (requires { a.runs; }) f(std::string("runs"), a.runs);
+  if constexpr (requires { a.t.runs; }) f(std::string("runs"), a.t.runs);
 }
 
 /// Calls f(name, scalar) for each scalar of an op's quantised weights.
@@ -103,10 +105,12 @@ const char* name_in(const Names& choices, T value) {
   return std::find_if(choices.begin(), choices.end(), [&](const auto& c) { return c.second == value; })->first;
 }
 
-/// Reads scalars by name. One that is not given keeps its value. The first fault stays in status().
+/// Reads scalars by name. One that is not given keeps its value. The first fault stays in status(). The runs of a call
+/// are read into `runs`, which the arguments then refer to.
 class ScalarReader {
  public:
-  ScalarReader(std::string_view op, const nb::dict& scalars) : op_(op), scalars_(scalars) {}
+  ScalarReader(std::string_view op, const nb::dict& scalars, std::vector<RowRun>& runs)
+      : op_(op), scalars_(scalars), runs_(runs) {}
 
   template <class T>
   void operator()(const std::string& name, T& value) {
@@ -117,6 +121,12 @@ class ScalarReader {
       choose(kEpilogues, name, given, value);
     } else if constexpr (std::is_same_v<T, ops::QkvLayout>) {
       choose(kLayouts, name, given, value);
+    } else if constexpr (std::is_same_v<T, RowRuns>) {
+      std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>> table;
+      if (!nb::try_cast(given, table) || table.empty())
+        return refuse(name, "a list of (sequence, first_row, count) with one at least", given);
+      for (const auto& [sequence, first_row, count] : table) runs_.push_back({sequence, first_row, count});
+      value = runs_;
     } else if constexpr (std::is_same_v<T, ModelSpec>) {
       std::string text;
       if (!nb::try_cast(given, text)) return refuse(name, "the text of a config.json", given);
@@ -150,6 +160,7 @@ class ScalarReader {
 
   std::string_view op_;
   const nb::dict& scalars_;
+  std::vector<RowRun>& runs_;
   std::vector<std::string> known_;
   Status status_;
 };
@@ -196,8 +207,8 @@ Status bind_tensor(const std::string& op, std::string_view name, View& view, con
   return {};
 }
 
-/// Calls f(spec, view) for each tensor of an op's arguments. A linear's residual, RoPE's table and learned positions are
-/// among them, given or not: the contract's check says best what is wrong with one.
+/// Calls f(spec, view) for each tensor of an op's arguments. A linear's residual, RoPE's table and learned positions
+/// are among them, given or not: the contract's check says best what is wrong with one.
 template <class Op, class F>
 void for_each_tensor(typename Op::Args& args, F&& f) {
   auto dims = Op::dims(args);
@@ -207,11 +218,23 @@ void for_each_tensor(typename Op::Args& args, F&& f) {
   Op::tensors(dims, args, [&](const TensorSpec& spec, auto& view, const auto&) { f(spec, view); });
 }
 
+/// An op's arguments, and the runs that they refer to: moved, never copied.
+template <class Op>
+struct Bound {
+  std::vector<RowRun> runs;
+  typename Op::Args args{};
+
+  Bound() = default;
+  Bound(Bound&&) = default;
+  Bound& operator=(Bound&&) = default;
+};
+
 /// An op's arguments from those of a call. What the contract itself refuses is left to its check().
 template <class Op>
-Result<typename Op::Args> bind(const Call& call) {
-  typename Op::Args args{};
-  ScalarReader read(call.op, call.scalars);
+Result<Bound<Op>> bind(const Call& call) {
+  Bound<Op> bound;
+  typename Op::Args& args = bound.args;
+  ScalarReader read(call.op, call.scalars, bound.runs);
   for_each_scalar(args, read);
   for_each_linear_of(args, [&](const std::string& prefix, LinearParams& linear) {
     if (call.tensors.count(prefix + "qweight")) linear.weight = GptqWeight{};
@@ -234,7 +257,7 @@ Result<typename Op::Args> bind(const Call& call) {
   for (const auto& [name, value] : call.scalars) scalars.push_back(nb::str(name).c_str());
   CF_TRY(refuse_unknown(call.op, "tensors", tensors, known));
   CF_TRY(refuse_unknown(call.op, "scalars", scalars, read.known()));
-  return args;
+  return bound;
 }
 
 /// A tensor's name and shape.
@@ -242,7 +265,8 @@ using NamedShape = std::pair<std::string, Shape>;
 
 template <class Op>
 Result<std::vector<NamedShape>> outputs(const Call& call) {
-  CF_TRY_ASSIGN(typename Op::Args args, bind<Op>(call));
+  CF_TRY_ASSIGN(Bound<Op> bound, bind<Op>(call));
+  typename Op::Args& args = bound.args;
   // No output's shape depends on how a weight is stored. Fields of quantised weights are not checked yet.
   for_each_linear_of(args, [](const std::string&, LinearParams& linear) { linear.weight = DenseWeight{}; });
   std::vector<NamedShape> shapes;
@@ -254,17 +278,17 @@ Result<std::vector<NamedShape>> outputs(const Call& call) {
 
 template <class Op>
 Status run(const Call& call) {
-  CF_TRY_ASSIGN(const typename Op::Args args, bind<Op>(call));
+  CF_TRY_ASSIGN(const Bound<Op> bound, bind<Op>(call));
   const WithoutGil without_gil;
-  return cpu_ref::run(args);
+  return cpu_ref::run(bound.args);
 }
 
 template <class Op>
 Result<Budget> budget(const Call& call, Precision precision) {
-  CF_TRY_ASSIGN(const typename Op::Args args, bind<Op>(call));
+  CF_TRY_ASSIGN(const Bound<Op> bound, bind<Op>(call));
   const WithoutGil without_gil;
-  CF_TRY_ASSIGN(const Condition condition, cpu_ref::condition(args));
-  return Op::budget(Op::dims(args), precision, condition);
+  CF_TRY_ASSIGN(const Condition condition, cpu_ref::condition(bound.args));
+  return Op::budget(Op::dims(bound.args), precision, condition);
 }
 
 std::uintptr_t address_of(const nb::object& tensor) { return nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()); }
@@ -272,7 +296,8 @@ std::uintptr_t address_of(const nb::object& tensor) { return nb::cast<std::uintp
 template <class Op>
 class BoundTo final : public BoundOp {
  public:
-  BoundTo(std::vector<std::string> names, typename Op::Args args) : names_(std::move(names)), args_(std::move(args)) {
+  BoundTo(std::vector<std::string> names, Bound<Op> bound)
+      : names_(std::move(names)), runs_(std::move(bound.runs)), args_(std::move(bound.args)) {
     for_each_linear_of(args_, [&](const std::string& prefix, LinearParams& linear) {
       const auto* const weight = std::get_if<GptqWeight>(&linear.weight);
       if (!weight) return;
@@ -325,7 +350,8 @@ class BoundTo final : public BoundOp {
 
   void run(const DeviceStream& at, const Addresses& addresses, const nb::dict& scalars,
            const std::vector<const DeviceWeight*>& packed, const nb::callable& allocate) const override {
-    ScalarReader read(Op::name, scalars);
+    std::vector<RowRun> runs;
+    ScalarReader read(Op::name, scalars, runs);
     run(at, addresses, read, packed, allocate);
   }
   void run(const DeviceStream& at, const Addresses& addresses, std::span<const Number> numbers,
@@ -381,6 +407,7 @@ class BoundTo final : public BoundOp {
     GptqWeight weight;
   };
   std::vector<std::string> names_;
+  std::vector<RowRun> runs_;
   typename Op::Args args_;   // GPTQ weights are empty PackedWeights
   std::vector<Gptq> gptq_;   // in the order of for_each_linear_of()
   std::vector<int> places_;  // of each tensor of for_each_tensor()
@@ -451,6 +478,8 @@ std::pair<std::vector<ExampleTensor>, nb::dict> example(int bits) {
       scalars[name.c_str()] = name_in(kEpilogues, value);
     else if constexpr (std::is_same_v<T, ops::QkvLayout>)
       scalars[name.c_str()] = name_in(kLayouts, value);
+    else if constexpr (std::is_same_v<T, RowRuns>)
+      return;  // an example has none
     else
       scalars[name.c_str()] = value;
   };

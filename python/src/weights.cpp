@@ -29,37 +29,22 @@ namespace {
 
 /// Loads all weights of a checkpoint. Looks at their values where they lie on the host; those of a model that the host
 /// runs must fit into its memory.
-Result<Weights> load(const checkpoint::Checkpoint& checkpoint, Place place, bool runs_on_host) {
-  Result<checkpoint::CheckpointModel> model = checkpoint.model();
-  // What is missing inside a checkpoint is a fault of the checkpoint: not_found is kept for its files.
-  if (!model && model.status().code() == Code::not_found)
-    return Status::error(Code::invalid_file, model.status().message());
-  CF_TRY(model.status());
+Result<Weights> load(const checkpoint::ModelSource& source, Place place, bool runs_on_host) {
+  CF_TRY_ASSIGN(checkpoint::LoadedModel loaded, source.outline());
   if (runs_on_host) {
-    const auto needed = double(weight_bytes(checkpoint.config().spec(), model->weights));
-    CF_TRY(check_total_memory(needed, checkpoint.config().name + ": the weights need " + gigabytes(needed)));
+    const auto needed = double(loaded.bytes());
+    CF_TRY(check_total_memory(needed, loaded.config.name + ": the weights need " + gigabytes(needed)));
   }
-  if (place == Place::host) CF_TRY(checkpoint.check_finite(*model));
-  std::int64_t copied_bytes = 0;
-  for (const Tensor& copy : model->storage->copies) copied_bytes += std::int64_t(copy.size_bytes());
-  Weights w{.config = checkpoint.config(),
-            .weights = std::move(model->weights),
-            .owner = std::move(model->storage),
-            .notes = std::move(model->notes),
-            .place = place,
-            .copied_bytes = copied_bytes};
-  w.config.dtype = model->dtype;
-  return w;
+  if (place == Place::host) CF_TRY(source.fill(loaded));
+  return Weights{std::move(loaded), place};
 }
 
 Weights open(const std::string& directory, bool for_gpu) {
   checkpoint::guard_mapped_files();
   return take([&]() -> Result<Weights> {
     const WithoutGil without_gil;
-    CF_TRY_ASSIGN(const checkpoint::Checkpoint opened, checkpoint::Checkpoint::open(directory));
-    CF_TRY_ASSIGN(Weights w, load(opened, Place::host, !for_gpu));
-    w.checkpoint = opened;
-    return w;
+    CF_TRY_ASSIGN(const checkpoint::ModelSource source, checkpoint::ModelSource::open({.directory = directory}));
+    return load(source, Place::host, !for_gpu);
   }());
 }
 
@@ -79,22 +64,11 @@ Weights preset(const std::string& name, const std::string& dtype, std::uint64_t 
   };
   Result<Weights> made = [&]() -> Result<Weights> {
     const WithoutGil without_gil;
-    CF_TRY_ASSIGN(ModelConfig config, find_preset(name));
-    config.dtype = *stored;
-    Weights w{.config = config,
-              .weights = outline_model(config.spec(), *stored),
-              .owner = nullptr,
-              .notes = {name + ": procedural weights, made of random numbers and not trained"},
-              .place = Place::host,
-              .copied_bytes = 0,
-              .procedural = true};
-    const auto needed = double(w.bytes());
-    CF_TRY(check_free_memory(needed, name + ": the weights need " + gigabytes(needed)));
-    CF_TRY_ASSIGN(OwnedModelWeights weights, procedural_model(config.spec(), *stored, seed, {}, tell));
-    auto owned = std::make_shared<OwnedModelWeights>(std::move(weights));
-    w.weights = owned->weights;
-    w.owner = std::move(owned);
-    return w;
+    CF_TRY_ASSIGN(const checkpoint::ModelSource source,
+                  checkpoint::ModelSource::open({.preset = name, .dtype = *stored, .seed = seed}));
+    CF_TRY_ASSIGN(checkpoint::LoadedModel loaded, source.load(tell));
+    loaded.notes = {name + ": procedural weights, made of random numbers and not trained"};
+    return Weights{std::move(loaded), Place::host, true};
   }();
   if (PyErr_Occurred()) throw nb::python_error();
   return take(std::move(made));
@@ -134,11 +108,11 @@ Weights from_tensors(const std::string& config, const nb::dict& tensors, nb::obj
   const std::shared_ptr<const void> kept = kept_object(std::move(owner));
   return take([&]() -> Result<Weights> {
     const WithoutGil without_gil;
-    CF_TRY_ASSIGN(const checkpoint::Checkpoint opened,
+    CF_TRY_ASSIGN(checkpoint::Checkpoint opened,
                   checkpoint::Checkpoint::from_memory(config, gptq, std::move(entries), kept, "tensors"));
     CF_TRY(opened.check_names());
     if (on_device) CF_TRY(opened.check_dense_whole());
-    return load(opened, on_device ? Place::device : Place::host, false);
+    return load(checkpoint::ModelSource(std::move(opened)), on_device ? Place::device : Place::host, false);
   }());
 }
 
@@ -175,6 +149,10 @@ Weights first_layers(const Weights& w, std::int64_t count) {
     refuse("layers: expected 1 to " + std::to_string(all) + ", those of the model, got " + std::to_string(count));
   Weights first = w;
   first.config.num_hidden_layers = count;
+  first.layers_left_out += all - count;
+  if (count < all)
+    first.notes.push_back(w.config.name + ": the first " + std::to_string(count) + " of " + std::to_string(all) +
+                          " layers alone, before the last norm and the head");
   first.weights.layers.resize(std::size_t(count));
   return first;
 }
@@ -196,14 +174,8 @@ nb::dict config_of(const Weights& w) {
 }  // namespace
 
 void bind_weights(nb::module_& m) {
-  m.def(
-      "presets",
-      [] {
-        std::vector<std::string> names;
-        for (const ModelConfig& preset : presets()) names.push_back(preset.name);
-        return names;
-      },
-      "The names of the models whose shapes the library has: Pythia, Llama, Qwen and others.");
+  m.def("presets", &checkpoint::preset_names,
+        "The names of the models whose shapes the library has: Pythia, Llama, Qwen and others.");
   m.def(
       "check_config",
       [](const std::string& config) { check(checkpoint::parse_hf_config(config, "tensors: config").status()); },
@@ -256,6 +228,8 @@ void bind_weights(nb::module_& m) {
       .def("first_layers", &first_layers, "count"_a,
            "The weights of the model that ends behind its first `count` layers, its last norm and its head. Nothing is "
            "copied. Raises ValueError for fewer than 1 and more than the model has.")
+      .def_ro("layers_left_out", &Weights::layers_left_out,
+              "How many of the checkpoint's last layers first_layers() has left out.")
       .def("rope_table", &rope_table_of, "rows"_a,
            nb::sig("def rope_table(self, rows: int) -> tuple[numpy.typing.NDArray[numpy.float32], "
                    "numpy.typing.NDArray[numpy.float32]]"),

@@ -32,7 +32,7 @@ void check_refused(Problem<Op>& p, Code code, std::initializer_list<std::string_
 
 }  // namespace
 
-OP_TEST_CASE("Every tensor of every op is checked", "[bad]", ops::Every) {
+OP_TEST_CASE("Every tensor of every op is checked", "[bad]", ops::Contracts) {
   Setup setup = kSetup;
   setup.gptq = GENERATE(GptqSetup{}, GptqSetup{4, 16, 0, false});
   for (int nth = 0;; ++nth) {
@@ -74,7 +74,7 @@ OP_TEST_CASE("Every tensor of every op is checked", "[bad]", ops::Every) {
   }
 }
 
-OP_TEST_CASE("Activations of two dtypes in one call are refused", "[bad]", ops::Every) {
+OP_TEST_CASE("Activations of two dtypes in one call are refused", "[bad]", ops::Contracts) {
   Problem<TestType> p(kSetup);
   int activations = 0;
   std::string second;
@@ -91,16 +91,34 @@ OP_TEST_CASE("Activations of two dtypes in one call are refused", "[bad]", ops::
     CHECK(std::string(TestType::name) == "embedding");
 }
 
-OP_TEST_CASE("16-bit activations are said to be unimplemented on the CPU", "[bad]", ops::Every) {
+OP_TEST_CASE("16-bit activations are said to be unimplemented on the CPU", "[bad]", ops::Contracts) {
   Setup s = kSetup;
   s.activation = DType::f16;
-  if (std::string(TestType::name) == "kv_append") {
+  if (std::string(TestType::name) == "kv_append" || std::string(TestType::name) == "append_rows") {
     Problem<TestType> p(s);  // a copy has no arithmetic, and takes any dtype
     CHECK(cpu_ref::run(p.args()));
     return;
   }
   Problem<TestType> p(s);
   check_refused(p, Code::unimplemented, {"float16", "float32 or float64"});
+}
+
+TEST_CASE("append_rows refuses rows, lengths and runs that are not its token's", "[bad]") {
+  const auto refused = [](std::int64_t first, std::int64_t last, std::string_view text) {
+    Problem<ops::AppendRows> p(kSetup);  // rows 2 to 4 of six, of a cache of six entries
+    p.args().rows.first = first;
+    p.args().rows.last = last;
+    check_refused(p, Code::invalid_argument, {text});
+  };
+  refused(-1, 4, "append_rows: first must be 0 to last 4, got -1");
+  refused(5, 4, "append_rows: first must be 0 to last 4, got 5");
+  refused(INT64_MIN, INT64_MAX, "append_rows: first must be 0 to last 9223372036854775807, got -9223372036854775808");
+  refused(2, 6, "append_rows: last must be at most 5, the last row or entry that there is, got 6");
+  refused(2, 3, "append_rows: 'kv_len'[0] must be last + 1 = 4, got 5");
+  Problem<ops::AppendRows> p(kSetup);
+  const std::vector<RowRun> runs{{0, 0, 1}};
+  p.args().append.runs = runs;
+  check_refused(p, Code::invalid_argument, {"append_rows: runs must be empty"});
 }
 
 TEST_CASE("Scalars out of bounds are refused", "[bad]") {

@@ -15,7 +15,9 @@ using namespace cf::test;
 
 namespace {
 
-using WithRuns = std::tuple<ops::KvAppend, ops::RopeAppend, ops::Attention, ops::LnQkv, ops::RmsQkv>;
+/// The ops that have a part of some tensor for each sequence, and all ops with runs.
+using WithSequences = std::tuple<ops::KvAppend, ops::RopeAppend, ops::Attention, ops::LnQkv, ops::RmsQkv>;
+using WithRuns = decltype(std::tuple_cat(WithSequences{}, std::tuple<ops::LnQkvHeads>{}));
 
 /// The ops whose rows are computed one by one. A product's sums depend on how many rows it has.
 template <class Op>
@@ -107,7 +109,7 @@ OP_TEST_CASE("Equal runs in order are a call without runs", "[ops][runs]", WithR
   CHECK(without.bytes() == with.bytes());
 }
 
-OP_TEST_CASE("Runs that do not fit a call are refused by name", "[bad][runs]", WithRuns) {
+OP_TEST_CASE("Runs that do not fit a call are refused by name", "[bad][runs]", WithSequences) {
   const Setup s{.model = model_for(TestType::name),
                 .load = {.batch = 3, .q_len = 4, .kv_len = 9, .capacity = 11},
                 .activation = DType::f64,
@@ -127,6 +129,48 @@ OP_TEST_CASE("Runs that do not fit a call are refused by name", "[bad][runs]", W
   CHECK(refused({{0, 0, 0}, {2, 0, 5}}, {name + ": runs[0]: expected 1 to 5 rows"}) == "");
   CHECK(refused({{0, 0, 1}, {2, 2, 4}}, {name + ": runs[1]: expected the first row 1, got 2"}) == "");
   CHECK(refused({}, {name, "expected (3, "}) == "");  // five rows are not as many of each of three
+}
+
+TEST_CASE("ln_qkv_heads takes runs of any sequences, and refuses those that do not fit its rows", "[bad][runs]") {
+  const Setup s{.model = model_of(4, 16, 8, 24),
+                .load = {.batch = 3, .q_len = 4, .kv_len = 9},
+                .kv_heads = 2,
+                .activation = DType::f64,
+                .runs = {{0, 0, 1}, {2, 1, 4}}};
+  Problem<ops::LnQkvHeads> usual(s), far(s);
+  const std::vector<RowRun> others{{1 << 30, 0, 1}, {0, 1, 4}};
+  far.args().runs = others;
+  require_run(usual.args());
+  require_run(far.args());
+  CHECK(usual.bytes() == far.bytes());
+  // The run of four rows, by its formula: a call of its own on rows 1 to 4.
+  Problem<ops::LnQkvHeads> alone(s);
+  ops::LnQkvHeads::Args part = alone.args();
+  part.runs = {};
+  part.x = {static_cast<const double*>(part.x.data) + 64, {1, 4, 64}, DType::f64};
+  part.q = {static_cast<double*>(part.q.data) + 64, {1, 4, 4, 16}, DType::f64};
+  part.k = {static_cast<double*>(part.k.data) + 32, {1, 2, 4, 16}, DType::f64};
+  part.v = {static_cast<double*>(part.v.data) + 32, {1, 2, 4, 16}, DType::f64};
+  require_run(part);
+  for (std::int64_t i = 64; i < 5 * 64; ++i)
+    CHECK(std::abs(usual.args().q.as<double>().data[i] - alone.args().q.as<double>().data[i]) < 1e-12);
+  for (std::int64_t i = 32; i < 5 * 32; ++i)
+    CHECK(std::abs(usual.args().v.as<double>().data[i] - alone.args().v.as<double>().data[i]) < 1e-12);
+
+  const auto refused = [&](const std::vector<RowRun>& runs, std::string_view text) {
+    Problem<ops::LnQkvHeads> p(s);
+    const std::vector<std::byte> before = p.bytes();
+    p.args().runs = runs;
+    const std::string fault = refusal_fault(cpu_ref::run(p.args()), Code::invalid_argument, {text});
+    return p.bytes() == before ? fault : "wrote something";
+  };
+  CHECK(refused({{-1, 0, 1}, {2, 1, 4}}, "ln_qkv_heads: runs[0]: expected a sequence from 0 on, got -1") == "");
+  CHECK(refused({{2, 0, 1}, {2, 1, 4}}, "ln_qkv_heads: runs[1]: expected one run a sequence, got 2") == "");
+  CHECK(refused({{0, 0, 1}, {2, 1, 3}}, "ln_qkv_heads: runs: expected 5 rows in all, got 4") == "");
+  CHECK(refused({{0, 0, 1}, {2, 1, 5}}, "ln_qkv_heads: runs[1]: expected 1 to 4 rows") == "");
+  Problem<ops::LnQkvHeads> batched(s);
+  batched.args().x.shape = {5, 1, 64};
+  CHECK(refusal_fault(cpu_ref::run(batched.args()), Code::invalid_argument, {"ln_qkv_heads: 'x'", "(1, 5, 64)"}) == "");
 }
 
 TEST_CASE("A length is a run's rows at least, and that of a sequence without rows is not read", "[bad][runs]") {

@@ -1,5 +1,5 @@
-// Every op of ops.def: the float backend against the double oracle within the derived budget, guards and poison intact,
-// the same bits on every run and for every number of threads.
+// Every op that has a contract: the float backend against the double oracle within the derived budget, guards and
+// poison intact, the same bits on every run and for every number of threads.
 #include <omp.h>
 
 #include "core/compare.hpp"
@@ -68,14 +68,14 @@ void check_repeats(const Setup& s) {
 
 }  // namespace
 
-OP_TEST_CASE("The float backend agrees with the oracle within the derived budget", "[ops]", ops::Every) {
+OP_TEST_CASE("The float backend agrees with the oracle within the derived budget", "[ops]", ops::Contracts) {
   for (const Setup& s : setups(DType::f32)) {
     INFO(TestType::name << ": " << describe(s));
     check_against_oracle<TestType>(s, example_of<TestType>(s));
   }
 }
 
-OP_TEST_CASE("The bits do not depend on the run or on the number of threads", "[ops]", ops::Every) {
+OP_TEST_CASE("The bits do not depend on the run or on the number of threads", "[ops]", ops::Contracts) {
   for (DType activation : {DType::f64, DType::f32})
     for (const Setup& s : setups(activation)) {
       INFO(TestType::name << ": " << describe(s));

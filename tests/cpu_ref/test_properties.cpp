@@ -254,6 +254,45 @@ TEST_CASE("rope_append's compulsory bytes are rope's and the lengths", "[cost][r
   CHECK(fused.flops == ops::Rope::cost(example_of<ops::Rope>(s).first, DType::f16, DType::f16).flops);
 }
 
+TEST_CASE("append_rows stores the new row, and copies rows into the cache as its entries", "[property][append_rows]") {
+  // Two kv heads of 80, 33 entries of a capacity of 34; rows 30 and 31 become entries.
+  Setup s = kSetup;
+  s.load.capacity = 34;
+  const std::int64_t heads = 2, head_dim = 80, capacity = 34, last = 32;
+  for (const auto& [first, is_appended] : {std::pair{30, false}, {32, false}, {30, true}, {32, true}}) {
+    CAPTURE(first, is_appended);
+    Problem<ops::AppendRows> p(s), before(s);
+    p.args().rows.first = first;
+    p.args().is_appended = is_appended;
+    require_run(p);
+    for (const char* name : {"k", "v"}) {
+      const std::string of(name);
+      const double *token = data_of(p, name), *rows = data_of(p, (of + "_rows").c_str()),
+                   *cache = data_of(p, (of + "_cache").c_str()), *old_rows = data_of(before, (of + "_rows").c_str()),
+                   *old_cache = data_of(before, (of + "_cache").c_str());
+      std::int64_t wrong = 0;
+      const auto compare = [&](const double* got, const double* expected) {
+        wrong += std::memcmp(got, expected, std::size_t(head_dim) * sizeof(double)) != 0;
+      };
+      for (std::int64_t h = 0; h < heads; ++h)
+        for (std::int64_t j = 0; j < capacity; ++j) {
+          const std::int64_t row = (j * heads + h) * head_dim, entry = (h * capacity + j) * head_dim;
+          compare(rows + row, j == last ? token + h * head_dim : old_rows + row);
+          const bool is_written = j >= first && (j < last || (j == last && !is_appended));
+          compare(cache + entry, is_written ? rows + row : old_cache + entry);
+        }
+      CHECK(wrong == 0);
+    }
+    // A cache of which nothing is written is no tensor of the call.
+    const auto d = ops::AppendRows::dims(p.args());
+    int tensors = 0;
+    ops::AppendRows::tensors(d, p.args(), [&](auto&&...) { ++tensors; });
+    CHECK(tensors == (d.writes_cache() ? 7 : 5));
+    const double row = 2 * 160 * 8, written = 1 + double(d.copied) + (is_appended ? 0 : 1);
+    CHECK(ops::AppendRows::cost(d, DType::f64, DType::f64).bytes == row * (1 + double(d.copied) + written) + 4);
+  }
+}
+
 TEST_CASE("LayerNorm does not see a shift or a scale of its row", "[property][layernorm]") {
   Setup s = kSetup;
   Problem<ops::LayerNorm> p(s), moved(s);

@@ -1,4 +1,6 @@
 // What a sequence is given does not depend on the schedule: on the tokens of a step, on who else is there, on pages.
+#include <omp.h>
+
 #include <algorithm>
 #include <functional>
 #include <map>
@@ -330,6 +332,7 @@ Schedule shrunk(Schedule s, const std::function<bool(const Schedule&)>& is_fault
 }  // namespace
 
 TEST_CASE("In a thousand random schedules every sequence gets the ids that it has alone", "[schedules]") {
+  omp_set_num_threads(1);  // the tiny model's work is less than that of a second thread
   const Tiny tiny;
   Alone alone(tiny);
   std::mt19937 random(11);
@@ -350,4 +353,18 @@ TEST_CASE("In a thousand random schedules every sequence gets the ids that it ha
   CHECK(counts.forks > 500);
   CHECK(counts.given_up > 200);
   CHECK(counts.resumed > 100);
+}
+
+TEST_CASE("A thousand sequences decode beside each other in a pool that has a part of their capacity", "[schedules]") {
+  omp_set_num_threads(1);
+  const Tiny tiny;
+  Alone alone(tiny);
+  // 1,024 slots of 32 entries would be 32,768: the pool has 12,288, and each sequence needs 7 to 11.
+  Decoder d(tiny.model({.slots = 1024, .capacity = 32, .invariant = true, .pages = 3072, .page_entries = 4}));
+  for (std::int64_t i = 0; i < 1024; ++i)
+    taken(d.add(ids_of(4 + i % 5, std::uint64_t(i % 3)), sampled(std::uint64_t(i % 3), 4)));
+  CHECK(taken(d.prefill()).size() == 1024);
+  while (d.active()) CHECK(taken(d.decode()).size() == 1024);
+  for (std::int64_t i = 0; i < 1024; ++i)
+    CHECK(taken(d.ids(i)) == alone(ids_of(4 + i % 5, std::uint64_t(i % 3)), sampled(std::uint64_t(i % 3), 4)));
 }

@@ -11,7 +11,7 @@ using namespace cf::test;
 
 namespace {
 
-using WithRuns = std::tuple<ops::KvAppend, ops::RopeAppend, ops::Attention, ops::LnQkv>;
+using WithRuns = std::tuple<ops::KvAppend, ops::RopeAppend, ops::Attention, ops::LnQkv, ops::LnQkvHeads>;
 
 std::vector<ModelConfig> models(std::string_view op) {
   std::vector<ModelConfig> all{model_of(4, 64, 16, 24), model_of(2, 80, 20, 24)};

@@ -306,6 +306,7 @@ class Life {
     if (what < 14) return refuse();
     if (what < 24) return step();
     if (what < 30) return choose();
+    if (what < 36) return decode_with_host();
     return decode();
   }
 
@@ -336,6 +337,39 @@ class Life {
       advance(tokens);
     }
     return "decode";
+  }
+
+  /// What a decoder does where the host chooses for some sequences: it reads their logits, lets the others' ids be
+  /// chosen as if they were the last ones, and steps with all.
+  std::string_view decode_with_host() {
+    const bool plain = chance(70);
+    std::set<std::int64_t> by_host;
+    for (std::int64_t slot = 0; slot < slots(); ++slot)
+      if (chance(50)) by_host.insert(slot);
+    for (auto n = 1 + below(20); n > 0; --n) {
+      std::vector<std::int64_t> read;
+      std::vector<Draw> draws;
+      std::vector<Token> tokens;
+      for (std::int64_t slot : slots_with_logits()) {
+        if (by_host.contains(slot))
+          read.push_back(slot);
+        else
+          draws.push_back(draw(slot, plain));
+      }
+      if (!read.empty())
+        for (Draw& d : draws) d.left = 0;
+      require_ok(pipeline_.read_logits(read));
+      for (std::int64_t slot : read) {
+        REQUIRE(device_.logits(slot, pipeline_.buffer_of(slot)) == logits_of(at(slot).entries));
+        tokens.push_back({slot, std::int32_t(below(kVocab)), pipeline_.lengths()[slot]});
+      }
+      take(draws);
+      for (const Draw& d : draws) tokens.push_back({d.slot, std::max(pipeline_.chosen(d.slot), 0), d.position});
+      std::erase_if(tokens, [&](const Token& t) { return t.position >= most_; });
+      if (tokens.empty()) break;
+      advance(tokens);
+    }
+    return "decode with the host";
   }
 
   Draw draw(std::int64_t slot, bool plain) {

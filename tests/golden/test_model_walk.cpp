@@ -1,9 +1,9 @@
 #include <string>
 #include <vector>
 
-#include "apps/verify/model_source.hpp"
 #include "apps/verify/model_walk.hpp"
 #include "cpu_ref/model.hpp"
+#include "golden/checkpoint/model_source.hpp"
 #include "golden/file/model_golden.hpp"
 #include "tests/golden/golden_files.hpp"
 #include "tests/support/catch.hpp"
@@ -36,6 +36,11 @@ ModelWalk walked(const std::string& path, DType activation, bool one_by_one) {
   CHECK(walk->chosen == file->meta().tokens - file->meta().prompt_len);
   CHECK(walk->taps.size() >= (is_long(path) ? 1 : 4));
   return std::move(*walk);
+}
+
+Result<checkpoint::LoadedModel> load_checkpoint(const std::string& name) {
+  CF_TRY_ASSIGN(const auto source, checkpoint::ModelSource::open({.directory = CF_DATA_DIR "/checkpoints/" + name}));
+  return source.load();
 }
 
 /// The float backend with logits of 16 bits, each times `factor`.
@@ -135,25 +140,9 @@ TEST_CASE("The oracle makes the same taps of chunks", "[model_golden]") {
   }
 }
 
-TEST_CASE("A model whose values were dropped keeps its sizes", "[model_golden]") {
-  for (const char* name : {"neox-d80", "neox-tied", "neox-gptq-sym"}) {
-    CAPTURE(name);
-    auto loaded = load_model({.directory = CF_DATA_DIR "/checkpoints/" + std::string(name), .preset = {}, .dtype = {}});
-    REQUIRE(loaded);
-    const std::int64_t bytes = loaded->bytes();
-    CHECK(bytes > 0);
-    loaded->drop_values();
-    CHECK(loaded->bytes() == bytes);
-    CHECK_FALSE(loaded->owner);
-    for_each_model_weight(loaded->config.spec(), loaded->weights,
-                          [](const TensorSpec&, const auto& view, const auto&) { CHECK(!view); });
-    CHECK(std::get<DenseWeight>(loaded->weights.embed_out.weight).weight.shape == loaded->weights.embed_in.shape);
-  }
-}
-
 TEST_CASE("A generation is checked within the budget of its runner's dtype, and a wrong logit or id is found",
           "[model_golden]") {
-  const auto loaded = load_model({.directory = CF_DATA_DIR "/checkpoints/neox-d80", .preset = {}, .dtype = {}});
+  const auto loaded = load_checkpoint("neox-d80");
   REQUIRE(loaded);
   const std::vector<std::int32_t> prompt{1, 2, 3};
   const auto check = [&](DType dtype, double factor, const std::vector<std::int32_t>& ids) {

@@ -139,6 +139,19 @@ def test_it_stops_at_a_layer(model: cf_ops.Model, tmp_path: pathlib.Path, monkey
         cf_ops.activations(model, PROMPTS, "blocks.1.hook_mlp_out", out=tmp_path / "none", stop_at_layer=1)
     short = model.weights.first_layers(1)
     assert 0 < short.bytes < model.weights.bytes and short.config["num_hidden_layers"] == 1
+    assert short.layers_left_out == 1 and model.weights.layers_left_out == 0
+    cut = cf_ops.load(model.directory, activation="float64", layers=1)
+    assert cut.notes[-1] == "neox-d80: the first 1 of 2 layers alone, before the last norm and the head"
+    made = cf_ops.activations(cut, PROMPTS, out=tmp_path / "cut")  # a last state that the last norm has not seen
+    assert made.taps == first.taps
+    assert all((made.rows(tap) == every.rows(tap)).all() for tap in made.taps)
+    # The logit lens: the last norm and the head behind the first layer.
+    with pytest.raises(ValueError, match="unknown"):
+        cut.run([1], "layers.1.output")
+    lens, states = cut.run(PROMPTS[0], ["layers.0.output", "final_layer_norm"])
+    logits, whole = model.run(PROMPTS[0], ["layers.0.output", "final_layer_norm"])
+    assert (states["layers.0.output"] == whole["layers.0.output"]).all()
+    assert lens.shape == logits.shape and not np.allclose(lens, logits)
     for count in (0, 3):
         with pytest.raises(ValueError, match=f"layers: expected 1 to 2, those of the model, got {count}"):
             model.weights.first_layers(count)

@@ -279,11 +279,13 @@ def test_long_work_tells_its_progress(checkpoints: pathlib.Path, monkeypatch: py
             told.setdefault(self._label, []).append((done, total))
 
     monkeypatch.setattr("cf_ops.model.Progress", Told)
+    monkeypatch.setattr("cf_ops._score.Progress", Told)
     cf_ops.load("pythia-14m")
     model = cf_ops.load(checkpoints / "neox-d80")
     model.generate_batch([[1, 2], [3], [4]], max_new_tokens=6, stop=(), slots=2)
     model.perplexity(list(range(100)), context=10)
-    assert set(told) == {"making the weights of pythia-14m", "continuing 3 prompts", "scoring"}
+    model.score([list(range(9 + i)) for i in range(6)])
+    assert set(told) == {"making the weights of pythia-14m", "continuing 3 prompts", "scoring", "scoring 6 prompts"}
     for steps in told.values():
         done, totals = [d for d, _ in steps], {t for _, t in steps}
         assert len(steps) >= 6 and done == sorted(done) and totals == {done[-1]}

@@ -297,11 +297,12 @@ def test_a_text_is_scored(text_checkpoint: str, tmp_path: pathlib.Path) -> None:
 def test_bench_times_every_configuration(model: str, tmp_path: pathlib.Path) -> None:
     report = tmp_path / "out.json"
     words = ["--prompt-len", "16,32", "--new-tokens", "1,6", "--slots", "1,3", "--runs", 2, "--json", report]
+    words += ["--score-len", "40,150"]
     start = time.perf_counter()
     output = ok("bench", "--model", model, *words)
     most_ms = 1e3 * (time.perf_counter() - start)
-    assert len([line for line in output.splitlines() if line.startswith("| ")]) == 2 + 8
-    assert json.loads(report.read_text())["capacity"] == 37
+    assert len([line for line in output.splitlines() if line.startswith("| ")]) == 2 + 8 + 2 + 2
+    assert json.loads(report.read_text())["capacity"] == 150
     results = json.loads(report.read_text())["results"]
     assert [(r["slots"], r["prompt_len"], r["new_tokens"]) for r in results] == [
         (slots, prompt, new) for slots in (1, 3) for prompt in (16, 32) for new in (1, 6)
@@ -313,6 +314,10 @@ def test_bench_times_every_configuration(model: str, tmp_path: pathlib.Path) -> 
         assert r["tpot_ms"] * steps == pytest.approx(r["total_ms"] - r["ttft_ms"], abs=1e-9)
         assert r["inter_token_p50_ms"] <= r["inter_token_p90_ms"] <= r["inter_token_p99_ms"]
         assert (r["inter_token_p50_ms"] > 0) == (steps > 0)
+    scores = json.loads(report.read_text())["scores"]
+    assert [s["prompt_len"] for s in scores] == [40, 150]
+    for s in scores:
+        assert s["share"] == pytest.approx(s["score_ids_per_s"] / s["prefill_ids_per_s"]) and s["share"] > 0
 
 
 # --- bad usage --------------------------------------------------------------------------------------------------------
@@ -345,6 +350,7 @@ def test_bench_times_every_configuration(model: str, tmp_path: pathlib.Path) -> 
         (["eval", "--model", "MODEL", "--tokens", "X", "--context", "4", "--stride", "5"], "at most --context 4"),
         (["bench", "--model", "MODEL", "--slots", "1,65"], "--slots: expected an integer of 1 to 64, got '65'"),
         (["bench", "--model", "MODEL", "--prompt-len", ""], "--prompt-len: expected"),
+        (["bench", "--model", "MODEL", "--score-len", "1"], "--score-len: expected an integer of 2 to 524288, got '1'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -334,8 +334,8 @@ REFUSED = {
 }
 
 
-def test_a_window_is_left_to_hugging_face(root):
-    """Within the window every key is seen; a call that leaves it runs on Hugging Face's path."""
+def test_a_window_is_hugging_faces_window(root):
+    """Within the window every key is seen; behind it the oldest ones are left out."""
     name = "mistral-gqa4-sharded"
     if name not in JOINED:
         pytest.skip(f"this transformers does not load {name}")
@@ -347,10 +347,9 @@ def test_a_window_is_left_to_hugging_face(root):
     with torch.no_grad():
         for length in (8, 9):
             expected, got = (model(ids[:, :length]).logits for model in (plain, ours))
-            assert torch.equal(got, expected) == (length == 9)
+            assert not torch.equal(got, expected)
             assert torch.allclose(got.float(), expected.float(), atol=0.05)
-    (reason,) = cf_ops.hf.report(ours).hugging_face
-    assert reason == "model: slot 0: expected at most 8 entries, the config's sliding_window, got 9"
+    assert not cf_ops.hf.report(ours).hugging_face
 
 
 @pytest.mark.parametrize("message", REFUSED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import pathlib
@@ -10,6 +11,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -175,6 +177,19 @@ def test_what_a_logits_processor_raises_is_raised(model: cf_ops.Model) -> None:
         assert message in str(raised.value)
     failed = model.generate_batch([[1, 2]], logits_processor=lambda row, ids: row * np.float32("nan"))[0]
     assert failed.finish == "failed" and "logits[0] is NaN" in str(failed.error)
+
+
+def test_a_generation_that_its_processor_knows_is_freed_when_it_is_left(model: cf_ops.Model) -> None:
+    def left() -> Any:
+        known: list[Any] = []
+        generation = model.generate([1], logits_processor=lambda row, ids: row if known else None)
+        known.append(generation)
+        next(generation)
+        return weakref.ref(generation._session)
+
+    session = left()
+    gc.collect()
+    assert session() is None
 
 
 # --- stop texts, echo, samples ----------------------------------------------------------------------------------------

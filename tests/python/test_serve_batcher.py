@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 import cf_ops
+from cf_ops.serve import _processes as processes
 from cf_ops.serve._batcher import Batcher, Fault, Full, Job, Piece
 from cf_ops.serve._request import Refused, read_request
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def request(ids: int = 3, **groups: dict[str, Any]) -> dict[str, Any]:
+def request(ids: int = 3, **groups: Any) -> dict[str, Any]:
     return {"token_ids": list(range(1, ids + 1)), **groups}
 
 
@@ -31,8 +32,13 @@ def test_openais_defaults() -> None:
         "top_p": 1.0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
         "stop": [],
         "max_new_tokens": 14,
+        "min_new_tokens": 0,
+        "logit_bias": [],
+        "logprobs": None,
         "id": 0,
     }
 
@@ -60,14 +66,29 @@ def test_all_stop_ids_count() -> None:
     assert options["stop"] == [0, 7] and options["max_new_tokens"] == 2
 
 
+def test_what_changes_logits_is_passed_on() -> None:
+    asked = read_request(
+        request(
+            sampling_options={"presence_penalty": 0.30000001192092896, "frequency_penalty": -1.5},
+            stop_conditions={"min_tokens": 2},
+            output_options={"logprobs": 3},
+            annotations=["other", 'logit_bias:{"5": -100, "7": 0.5}'],
+        ),
+        16,
+    )
+    (options,) = asked.options
+    assert (options["presence_penalty"], options["frequency_penalty"]) == (0.3, -1.5)
+    assert (options["min_new_tokens"], options["logprobs"]) == (2, 3)
+    assert options["logit_bias"] == [(5, -100.0), (7, 0.5)]
+
+
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
         ({"stop_conditions": {"max_tokens": 15}}, "max_tokens: expected at most 14 beside a prompt of 3 ids"),
-        ({"stop_conditions": {"min_tokens": 1, "stop_token_ids_hidden": [0]}}, "min_tokens: expected 0 beside"),
+        ({"stop_conditions": {"min_tokens": 3, "max_tokens": 2}}, "min_tokens: expected at most 2.*got 3"),
+        ({"annotations": ["logit_bias:[1]"]}, "annotations: expected logit_bias:"),
         ({"stop_conditions": {"max_thinking_tokens": 1}}, "max_thinking_tokens: expected nothing"),
-        ({"sampling_options": {"presence_penalty": 0.5}}, "presence_penalty: expected 0.*got 0.5"),
-        ({"sampling_options": {"frequency_penalty": -1.0}}, "frequency_penalty: expected 0.*got -1.0"),
         ({"sampling_options": {"best_of": 2}}, "best_of: expected 1.*got 2"),
         ({"sampling_options": {"guided_decoding": {"json": {}}}}, "guided_decoding: expected nothing"),
         ({"sampling_options": {"n": 129}}, "n: expected 1 to 128, got 129"),
@@ -115,7 +136,7 @@ class Stepped:
         self.dropped: list[int] = []
         self.closed = False
 
-    def add(self, prompt: Any, max_new_tokens: int) -> int:
+    def add(self, prompt: Any, max_new_tokens: int, logprobs: int | None = None) -> int:
         if not prompt:
             raise ValueError("prompt: expected at least one id, got none")
         sequence = len(self.made)
@@ -141,6 +162,9 @@ class Stepped:
 
     def status(self, sequence: int) -> str | None:
         return None
+
+    def logprobs(self, sequence: int, first: int = 0) -> list[tuple[float, list[tuple[int, float]]]]:
+        return [(-float(number), [(sequence, -0.5)]) for number in range(first, self.made[sequence])]
 
     def drop(self, sequence: int) -> None:
         del self.left[sequence]
@@ -202,6 +226,26 @@ def test_choices_of_a_request_come_in_one_queue() -> None:
         assert [(p.choice, p.ids, p.finish) for p in got] == [(0, [0], "length"), (1, [10], "length")]
 
     run(work)
+
+
+def test_each_id_has_its_log_probability() -> None:
+    async def work(batcher: Batcher, decoder: Stepped, counted: Counted, faults: list[str]) -> None:
+        asking, other = job([1], 3), job([2], 3)
+        asking.options["logprobs"] = 1
+        batcher.submit([asking])
+        batcher.submit([other])
+        decoder.allowed.release(10)
+        got = [await asyncio.wait_for(asking.pieces.get(), 10) for _ in range(3)]
+        assert [p.logprobs for p in got] == [[(-0.0, [(0, -0.5)])], [(-1.0, [(0, -0.5)])], [(-2.0, [(0, -0.5)])]]
+        assert (await other.pieces.get()).logprobs is None
+
+    run(work)
+
+
+def test_pieces_are_joined() -> None:
+    first, last = Piece(2, [1], logprobs=[(-1.0, [])]), Piece(2, [5, 6], "stop", None, [(-2.0, []), (-3.0, [])])
+    assert first.then(last) == Piece(2, [1, 5, 6], "stop", None, [(-1.0, []), (-2.0, []), (-3.0, [])])
+    assert Piece(0, [1]).then(Piece(0, [])) == Piece(0, [1])
 
 
 def test_a_cancelled_sequence_is_dropped_before_the_next_step() -> None:
@@ -282,3 +326,15 @@ def test_a_model_beside_neighbours(checkpoints: Any) -> None:
         batcher.close()
 
     asyncio.run(main())
+
+
+# --- what is missing --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["not_installed", "not_installed.part"])
+def test_a_missing_package_is_named_with_the_command(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_MODULES", ("json", module))
+    with pytest.raises(ImportError) as caught:
+        processes.check_packages()
+    command = f"pip install 'cf-ops[serve]' && pip install --no-deps ai-dynamo=={processes.DYNAMO}"
+    assert str(caught.value).endswith(f"of which {module} is missing: {command}")

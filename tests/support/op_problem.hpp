@@ -147,11 +147,11 @@ class Problem {
         if (b.memory[i] != guard || b.memory[b.memory.size() - 1 - i] != guard) return b.name;
     return "";
   }
-  /// Whether an element of a cache, (batch, kv_heads, capacity, head_dim), lies in an entry that the op appends.
+  /// Whether an element of a cache, (batch, kv_heads, capacity, head_dim) or the rows of one sequence, lies in an entry
+  /// that the op appends.
   bool appended(std::int64_t element, const Shape& shape) const {
-    const std::int64_t entry = element / shape[3] % shape[2], sequence = element / (shape[1] * shape[2] * shape[3]);
-    const std::int64_t end = kv_len_of(setup_.load, sequence);
-    return entry >= end - count_of(setup_, sequence) && entry < end;
+    const auto [sequence, entry] = entry_of(element, shape);
+    return entry >= first_appended(sequence, shape) && entry < kv_len_of(setup_.load, sequence);
   }
 
  private:
@@ -238,10 +238,20 @@ class Problem {
 
   /// Whether a cache element lies beyond the entries that hold values. Before an append these are the old entries.
   bool beyond(const Block& b, std::int64_t element) const {
-    const std::int64_t entry = element / b.shape[3] % b.shape[2];
-    const std::int64_t sequence = element / (b.shape[1] * b.shape[2] * b.shape[3]);
-    const std::int64_t appended_now = b.role == Role::state ? count_of(setup_, sequence) : 0;
-    return entry >= kv_len_of(setup_.load, sequence) - appended_now;
+    const auto [sequence, entry] = entry_of(element, b.shape);
+    return entry >= (b.role == Role::state ? first_appended(sequence, b.shape) : kv_len_of(setup_.load, sequence));
+  }
+  struct Entry {
+    std::int64_t sequence, number;
+  };
+  static Entry entry_of(std::int64_t element, const Shape& shape) {
+    if (shape.size() == 2) return {0, element / shape[1]};
+    return {element / (shape[1] * shape[2] * shape[3]), element / shape[3] % shape[2]};
+  }
+  /// The first entry that the op writes of a sequence.
+  std::int64_t first_appended(std::int64_t sequence, const Shape& shape) const {
+    if constexpr (requires { args_.rows.first; }) return shape.size() == 2 ? args_.rows.last : args_.rows.first;
+    return kv_len_of(setup_.load, sequence) - count_of(setup_, sequence);
   }
   double angle(const Block& b, std::int64_t i) const {
     const double row = double(i / b.shape[1]), column = double(i % b.shape[1]);

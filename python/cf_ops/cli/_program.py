@@ -168,15 +168,16 @@ def model_directory(args: argparse.Namespace) -> str:
     return find_model(args.model, args.revision)
 
 
-def open_model(args: argparse.Namespace, slots: int, capacity: int) -> Model:
-    """The model that the arguments name, on a GPU with so many slots and entries. Prints its checkpoint's
-    notes on stderr."""
+def open_model(args: argparse.Namespace, slots: int, capacity: int, layers: int | None = None) -> Model:
+    """The model that the arguments name, with its first layers alone where `layers` says how many, on a GPU with so many
+    slots and entries. Prints its checkpoint's notes on stderr."""
     index = check_device(args)
     directory = model_directory(args)
     if index is None:
-        model = load(directory, activation=args.activation, threads=args.threads)
+        model = load(directory, layers=layers, activation=args.activation, threads=args.threads)
     else:
-        model = load(directory, device=args.device, slots=slots, capacity=max(1, capacity), impl=args.impl or "auto")
+        impl, capacity = args.impl or "auto", max(1, capacity)
+        model = load(directory, device=args.device, layers=layers, slots=slots, capacity=capacity, impl=impl)
     print_notes(model)
     return model
 

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     prompts: Any
     if args.tokens is not None:
         prompts = map_rows(args.tokens, args.row, args.dtype_of_tokens)[: args.limit]
-        model = program.open_model(args, 1, prompts.shape[1])
+        model = program.open_model(args, 1, prompts.shape[1], args.stop_at_layer)
     else:
         texts = [line for line in program.read_text(args.prompts_file).split("\n") if line][: args.limit]
         if not texts:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         if program.check_device(args) is not None:  # a GPU's cache gets its size when the model is loaded
             tokenizer = open_tokenizer(program.model_directory(args))
             capacity = max(len(encode(tokenizer, text)) for text in texts)
-        model = program.open_model(args, 1, capacity)
+        model = program.open_model(args, 1, capacity, args.stop_at_layer)
         prompts = texts
     begun = time.perf_counter()
     made = activations(

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
+Logprob = tuple[float, list[tuple[int, float]]]  # of an id, and the likeliest ids with theirs
+
 
 class Decoder(Protocol):
     """What a batcher needs of :class:`cf_ops._core.Decoder`."""
@@ -19,6 +21,7 @@ class Decoder(Protocol):
     def ended(self) -> list[int]: ...
     def finish(self, sequence: int) -> str: ...
     def status(self, sequence: int) -> str | None: ...
+    def logprobs(self, sequence: int, first: int = 0) -> list[Logprob]: ...
     def drop(self, sequence: int) -> None: ...
     def close(self) -> None: ...
 
@@ -49,12 +52,18 @@ class Fault(Exception):
 
 class Piece(NamedTuple):
     """New ids of a choice. finish: None while it runs, then "stop", "length", "refused" (before its first id) or
-    "failed"; `error` says how the last two came."""
+    "failed"; `error` says how the last two came. logprobs: of each of the ids, where they were asked for."""
 
     choice: int
     ids: list[int]
     finish: str | None = None
     error: str | None = None
+    logprobs: list[Logprob] | None = None
+
+    def then(self, later: Piece) -> Piece:
+        """This piece of a choice that runs, and the one behind it, in one."""
+        both = None if self.logprobs is None else self.logprobs + (later.logprobs or [])
+        return later._replace(ids=self.ids + later.ids, logprobs=both)
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,6 +78,7 @@ class Job:
     handed_in: float = 0.0
     first_at: float = 0.0
     count: int = 0  # the ids that were handed out
+    made: int = 0  # the ids that the decoder has made; its thread's own
 
 
 class Batcher:
@@ -176,10 +186,16 @@ class Batcher:
             new.setdefault(sequence, []).append(token)
         for sequence in self._decoder.ended():  # also those that failed, which have no new id
             finish, error = self._decoder.finish(sequence), self._decoder.status(sequence)
-            job = self._drop(sequence)
-            made.append((job, Piece(job.choice, new.pop(sequence, []), finish, error)))
-        made += [(self._jobs[sequence], Piece(self._jobs[sequence].choice, ids)) for sequence, ids in new.items()]
+            piece = self._piece(sequence, new.pop(sequence, []))
+            made.append((self._drop(sequence), piece._replace(finish=finish, error=error)))
+        made += [(self._jobs[sequence], self._piece(sequence, ids)) for sequence, ids in new.items()]
         return made
+
+    def _piece(self, sequence: int, ids: list[int]) -> Piece:
+        job = self._jobs[sequence]
+        first, job.made = job.made, job.made + len(ids)
+        asked = job.options.get("logprobs") is not None and ids
+        return Piece(job.choice, ids, logprobs=self._decoder.logprobs(sequence, first) if asked else None)
 
     def _drop(self, sequence: int) -> Job:
         self._decoder.drop(sequence)

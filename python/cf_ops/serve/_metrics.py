@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram  # type: ignore[import-not-found, unused-ignore]
+import prometheus_client as prometheus  # type: ignore[import-not-found, unused-ignore]
 
 _SECONDS = [0.001 * 2**n for n in range(17)]  # 1 ms to 65 s
 _SECONDS_AN_ID = [0.0001 * 2**n for n in range(15)]  # 0.1 ms to 1.6 s
@@ -12,22 +12,24 @@ class Metrics:
     """What a batcher counts, in a registry of its own."""
 
     def __init__(self, slots: int) -> None:
-        self.registry = CollectorRegistry()
-        Gauge("cf_ops_slots", "Sequences that run at once.", registry=self.registry).set(slots)
-        self._running = Gauge("cf_ops_slots_used", "Sequences that run.", registry=self.registry)
-        self._waiting = Gauge("cf_ops_queue_length", "Sequences that wait for a slot.", registry=self.registry)
-        self._ids = Counter("cf_ops_ids", "Ids that were made; rate() gives ids a second.", registry=self.registry)
-        self._first = Histogram(
+        self.registry = registry = prometheus.CollectorRegistry()
+        prometheus.Gauge("cf_ops_slots", "Sequences that run at once.", registry=registry).set(slots)
+        self._running = prometheus.Gauge("cf_ops_slots_used", "Sequences that run.", registry=registry)
+        self._waiting = prometheus.Gauge("cf_ops_queue_length", "Sequences that wait for a slot.", registry=registry)
+        self._ids = prometheus.Counter(
+            "cf_ops_ids", "Ids that were made; rate() gives ids a second.", registry=registry
+        )
+        self._first = prometheus.Histogram(
             "cf_ops_ttft_seconds",
             "From a request's arrival in the worker to its first id.",
             buckets=_SECONDS,
-            registry=self.registry,
+            registry=registry,
         )
-        self._later = Histogram(
+        self._later = prometheus.Histogram(
             "cf_ops_tpot_seconds",
             "A sequence's mean time from one id to the next.",
             buckets=_SECONDS_AN_ID,
-            registry=self.registry,
+            registry=registry,
         )
 
     def load(self, running: int, waiting: int) -> None:

@@ -20,6 +20,7 @@ import urllib.request
 from typing import IO, Any
 
 from cf_ops.cli import _program as program
+from cf_ops.model import CAPACITY
 
 DYNAMO = "1.6.1"  # the version that is tested
 _MODULES = ("dynamo.frontend", "dynamo.common.backend", "prometheus_client", "msgspec", "uvloop", "transformers", "zmq")
@@ -37,7 +38,7 @@ def declare_worker(parser: argparse.ArgumentParser) -> None:
         "--capacity",
         type=program.integer(1, 1 << 24),
         metavar="N",
-        help="ids that a prompt and its continuation may have together; the model's max_position_embeddings when left out",
+        help=f"ids that a prompt and its continuation may have together (the model's positions, {CAPACITY} at most)",
     )
     parser.add_argument(
         "--queue",
@@ -79,14 +80,15 @@ def check_model(directory: str) -> None:
         raise FileNotFoundError(f"{path}: no such file, expected the tokenizer of a checkpoint that is served")
 
 
-def positions(directory: str) -> int:
-    """max_position_embeddings, or what GPT-2 calls it; 0 where config.json does not say, which is refused later."""
+def default_capacity(directory: str) -> int:
+    """The entries of a sequence where nothing is said: CAPACITY, or the model's positions where these are fewer."""
     try:
         with open(os.path.join(directory, "config.json"), encoding="utf-8") as file:
             config = json.load(file)
-        return int(config.get("max_position_embeddings") or config.get("n_positions") or 0)
-    except (OSError, ValueError, TypeError, AttributeError):
-        return 0
+        positions = config.get("max_position_embeddings") or config.get("n_positions") or CAPACITY  # the second: GPT-2
+        return min(CAPACITY, int(positions))
+    except (OSError, ValueError, TypeError, AttributeError):  # the model's reader says what is wrong
+        return CAPACITY
 
 
 def served_name(args: argparse.Namespace, directory: str) -> str:

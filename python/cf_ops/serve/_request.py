@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,15 +15,14 @@ MOST_CHOICES = 128
 _UNSUPPORTED: dict[str, dict[str, Any]] = {
     "sampling_options": {
         "best_of": 1,
-        "presence_penalty": 0,
-        "frequency_penalty": 0,
         "use_beam_search": False,
         "length_penalty": 1,
         "guided_decoding": None,
     },
     "stop_conditions": {"max_thinking_tokens": None},
-    "output_options": {"logprobs": None, "prompt_logprobs": None},
+    "output_options": {"prompt_logprobs": None},
 }
+_BIAS = "logit_bias:"
 _NAMES = {"prompt_logprobs": "echo"}  # where the client calls it otherwise
 
 
@@ -60,7 +60,8 @@ def read_request(request: Mapping[str, Any], capacity: int) -> Asked:
         most = room
     elif most > room:
         raise Refused(
-            f"max_tokens: expected at most {room} beside a prompt of {len(prompt)} ids in {capacity} entries, got {most}"
+            f"max_tokens: expected at most {room} beside a prompt of {len(prompt)} ids in {capacity} entries, got "
+            f"{most}"
         )
     stop_ids = sorted(
         {
@@ -70,8 +71,8 @@ def read_request(request: Mapping[str, Any], capacity: int) -> Asked:
         }
     )
     least = stop.get("min_tokens") or 0
-    if least and stop_ids:
-        raise Refused(f"min_tokens: expected 0 beside ids that end a text, got {least}: with ignore_eos there are none")
+    if least > most:
+        raise Refused(f"min_tokens: expected at most {most}, which max_tokens or the capacity allow, got {least}")
     choices = 1 if sampling.get("n") is None else sampling["n"]
     if not 1 <= choices <= MOST_CHOICES:
         raise Refused(f"n: expected 1 to {MOST_CHOICES}, got {choices}")
@@ -80,6 +81,9 @@ def read_request(request: Mapping[str, Any], capacity: int) -> Asked:
         "seed": int.from_bytes(os.urandom(8), "little") if seed is None else seed % 2**64,
         "stop": stop_ids,
         "max_new_tokens": most,
+        "min_new_tokens": least,
+        "logit_bias": _logit_bias(request.get("annotations") or ()),
+        "logprobs": (request.get("output_options") or {}).get("logprobs"),
     }
     return Asked(prompt, [options | {"id": choice} for choice in range(choices)])
 
@@ -91,6 +95,8 @@ def _draw(sampling: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {
         "temperature": temperature,
         "repetition_penalty": _real(sampling.get("repetition_penalty"), 1.0),
+        "frequency_penalty": _real(sampling.get("frequency_penalty"), 0.0),
+        "presence_penalty": _real(sampling.get("presence_penalty"), 0.0),
     }
     if temperature == 0:
         return options
@@ -100,6 +106,17 @@ def _draw(sampling: Mapping[str, Any]) -> dict[str, Any]:
         "top_p": _real(sampling.get("top_p"), 1.0),
         "min_p": _real(sampling.get("min_p"), 0.0),
     }
+
+
+def _logit_bias(annotations: Iterable[str]) -> list[tuple[int, float]]:
+    """The biases of an annotation such as 'logit_bias:{"5": -100}'. OpenAI's own field does not come this far."""
+    given = [text for text in annotations if text.startswith(_BIAS)]
+    if not given:
+        return []
+    try:
+        return [(int(id), float(bias)) for id, bias in json.loads(given[-1].removeprefix(_BIAS)).items()]
+    except (ValueError, TypeError, AttributeError):
+        raise Refused(f"annotations: expected {_BIAS}{{ID: BIAS, ...}} in JSON, got {given[-1]!r}") from None
 
 
 def _real(value: float | None, default: float) -> float:

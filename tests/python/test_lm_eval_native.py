@@ -1,0 +1,153 @@
+"""lm-evaluation-harness on cf_ops.Model: the answers of Hugging Face's HFLM, request by request, without torch."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is missing")
+transformers = pytest.importorskip("transformers", reason="transformers is missing")
+pytest.importorskip("lm_eval", reason="lm_eval is missing")
+pytest.importorskip("accelerate", reason="accelerate is missing")
+
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+import cf_ops
+import cf_ops.lm_eval
+import hf_models
+from test_hf_lm_eval import directory, numbers  # directory is a fixture
+
+Native = cf_ops.lm_eval.register_native()
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz "
+
+
+@pytest.fixture(scope="module")
+def models(directory):
+    """Hugging Face's, in float64, and ours."""
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory / "model")
+    exact = hf_models.load_from(directory / "model", torch.float64)
+    # Contexts of 40 ids at most, so that some requests are cut.
+    return HFLM(pretrained=exact, tokenizer=tokenizer, batch_size=3, max_length=40), Native(
+        str(directory / "model"), batch_size=3, max_length=40
+    )
+
+
+def text(generator, length):
+    return "".join(CHARACTERS[i] for i in torch.randint(0, 27, (length,), generator=generator).tolist())
+
+
+def requests(kind, arguments):
+    return [Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)]
+
+
+def allowed(theirs, texts):
+    """How far the log-probability of an id of float32 arithmetic may be from float64's."""
+    furthest = 0.0
+    for one in texts:
+        ids = torch.tensor(theirs.tok_encode(one)[:39] or [0])
+        with torch.no_grad():
+            largest = float(theirs.model(ids[None]).logits.abs().max())
+        furthest = max(furthest, 2 * hf_models.ErrorBound(theirs.model, ids).relative * largest)
+    return furthest
+
+
+def test_loglikelihoods_are_hflms(models):
+    theirs, ours = models
+    generator = torch.Generator().manual_seed(1)
+    arguments = [("", text(generator, 5)), ("ab ", "c d"), (text(generator, 60), text(generator, 9))]
+    for length in (1, 7, 30):
+        context = text(generator, length).strip() or "x"
+        arguments += [(context, " " + text(generator, n)) for n in (1, 1, 4)]
+    greedy = ours.model.generate([ord(c) for c in "the"], max_new_tokens=6, stop=())
+    arguments.append(("the", "".join(map(chr, greedy))))  # the tokenizer's ids are those of characters
+    bound = allowed(theirs, [a + b for a, b in arguments[2:5]])
+    wanted = theirs.loglikelihood(requests("loglikelihood", arguments), disable_tqdm=True)
+    made = ours.loglikelihood(requests("loglikelihood", arguments), disable_tqdm=True)
+    for (context, continuation), (exact, is_greedy), (got, greedy_too) in zip(arguments, wanted, made):
+        assert got == pytest.approx(exact, abs=bound * (len(continuation) + 1)), (context, continuation)
+        assert greedy_too == is_greedy
+    assert wanted[-1][1]
+
+
+def test_rolling_loglikelihoods_are_hflms(models):
+    theirs, ours = models
+    generator = torch.Generator().manual_seed(2)
+    arguments = [(text(generator, length),) for length in (1, 20, 39, 40, 41, 100)]
+    bound = allowed(theirs, [a[0] for a in arguments[-1:]])
+    wanted = theirs.loglikelihood_rolling(requests("loglikelihood_rolling", arguments), disable_tqdm=True)
+    made = ours.loglikelihood_rolling(requests("loglikelihood_rolling", arguments), disable_tqdm=True)
+    for (one,), exact, got in zip(arguments, wanted, made):
+        assert got == pytest.approx(exact, abs=bound * len(one))
+
+
+def test_answers_are_hflms(models):
+    theirs, ours = models
+    generator = torch.Generator().manual_seed(3)
+    contexts = [text(generator, length) for length in (3, 12, 60, 25, 1)]
+    settings = {"until": [], "max_gen_toks": 12, "do_sample": False}
+    arguments = [(context, settings) for context in contexts]
+    free = theirs.generate_until(requests("generate_until", arguments), disable_tqdm=True)
+    assert ours.generate_until(requests("generate_until", arguments), disable_tqdm=True) == free
+    assert all(len(answer) > 4 for answer in free)
+    ends = [(context, settings | {"until": [answer[3:5], "~~"]}) for context, answer in zip(contexts, free)]
+    wanted = theirs.generate_until(requests("generate_until", ends), disable_tqdm=True)
+    made = ours.generate_until(requests("generate_until", ends), disable_tqdm=True)
+    assert made == wanted and all(len(answer) <= 3 for answer in made)
+
+
+def test_chats_are_rendered_by_the_checkpoints_template(directory, tmp_path):
+    shutil.copytree(directory / "model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}|{% endfor %}>")
+    ours = Native(str(tmp_path / "model"))
+    assert ours.apply_chat_template([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]) == "a|b|>"
+    with pytest.raises(ValueError, match="gen_prefix: expected none with a chat template"):
+        ours.apply_chat_template([{"role": "assistant", "content": "a"}], add_generation_prompt=False)
+
+
+def test_bad_requests_are_refused(models, directory):
+    _, ours = models
+    for settings, message in (
+        ({"until": [], "max_gen_toks": 40}, "max_gen_toks: expected at most 39, below max_length, got 40"),
+        (
+            {"until": [], "max_gen_toks": 4, "num_beams": 4},
+            "generation_kwargs: expected settings of cf_ops, got 'num_beams'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ours.generate_until(requests("generate_until", [("ab", settings)]), disable_tqdm=True)
+    with pytest.raises(ValueError, match="continuation: expected 1 to 40 ids, got 50"):
+        ours.loglikelihood(requests("loglikelihood", [("ab", "c" * 50)]), disable_tqdm=True)
+    with pytest.raises(ValueError, match="batch_size: expected"):
+        Native(str(directory / "model"), batch_size=0)
+
+
+WITHOUT_TORCH = """
+import importlib.util, runpy, sys
+find_spec = importlib.util.find_spec
+def is_missing(name):
+    return name.partition(".")[0] in ("torch", "transformers", "accelerate")
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if is_missing(name):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+importlib.util.find_spec = lambda name, package=None: None if is_missing(name) else find_spec(name, package)
+runpy.run_module("cf_ops.lm_eval", run_name="__main__")
+"""
+
+
+def test_the_command_line_needs_no_torch(directory, tmp_path):
+    command = [sys.executable, "-c", WITHOUT_TORCH, "run", "--model", "cf_ops_native", "--batch_size", "4"]
+    command += ["--tasks", "choice,rolling,generated", "--include_path", str(directory)]
+    command += ["--model_args", f"pretrained={directory / 'model'}", "--output_path", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (written,) = tmp_path.rglob("results*.json")
+    got = numbers(json.loads(written.read_text())["results"])
+    assert {task for task, _ in got} == {"choice", "rolling", "generated"}
+    assert got["choice", "brier_score,none"] > 0 and got["rolling", "byte_perplexity,none"] > 1
