@@ -17,10 +17,10 @@ struct TokenRows {
 ///   k_rows[last, h * head_dim : (h + 1) * head_dim] = k[0, h, :]
 ///   k_cache[0, h, j, :] = k_rows[j, h * head_dim : (h + 1) * head_dim]     first <= j <= last
 /// for every kv head h, and v likewise. With is_appended the cache has entry `last` already, which is not written
-/// again: attention may read it at the same time. The rest of the cache and of the rows keeps its bits. Source:
-/// ClusterFusion's decoder layers, whose callers grow a cache of rows by themselves. Refuses runs, pages and windows;
-/// rows other than 0 <= first <= last, with `last` beyond the rows or the cache's capacity; and a kv_len that is not
-/// last + 1, where the host can read it.
+/// again: attention may read it at the same time. The rest of the cache and of the rows keeps its bits.
+/// Source: ClusterFusion's decoder layers, whose callers grow a cache of rows by themselves.
+/// Refuses runs, pages and windows; rows other than 0 <= first <= last, with `last` beyond the rows or the cache's
+/// capacity; and a kv_len that is not last + 1, where the host can read it.
 struct AppendRows {
   static constexpr std::string_view name = "append_rows";
   struct Dims {

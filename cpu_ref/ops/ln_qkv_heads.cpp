@@ -1,29 +1,25 @@
 #include <cstring>
 
 #include "cpu_ref/ops/chain.hpp"
-#include "cpu_ref/ops/real.hpp"
 
 namespace cf::cpu_ref {
 namespace {
 
-/// Calls f with the Args of every part, on intermediates of the activations' dtype; w is the product.
-template <class F>
-Status for_each_part(const ops::LnQkvHeads::Args& a, Tensor& w, F&& f) {
-  CF_TRY(ops::LnQkvHeads::check(a));
-  const auto d = ops::LnQkvHeads::dims(a);
-  // Checked before anything is written.
-  if (const auto* gptq = std::get_if<GptqWeight>(&a.linear.weight))
-    CF_TRY(check_index(ops::LnQkvHeads::name, "g_idx", gptq->g_idx, 0, gptq->scales.shape[0] - 1));
-  Tensor z(a.x.dtype, {d.tokens(), d.hidden});
-  w = Tensor(a.x.dtype, {d.tokens(), d.out()});
-  return ops::LnQkvHeads::for_each_part(a, z.view<2>(), w.view<2>(), f);
+/// The norm and the product, on an intermediate of the activations' dtype. The product goes to w.
+auto parts_to(Tensor& w) {
+  return [&w](const ops::LnQkvHeads::Args& a, auto&& f) {
+    const auto d = ops::LnQkvHeads::dims(a);
+    Tensor z(a.x.dtype, {d.tokens(), d.hidden});
+    w = Tensor(a.x.dtype, {d.tokens(), d.out()});
+    return ops::LnQkvHeads::for_each_part(a, z.view<2>(), w.view<2>(), f);
+  };
 }
 
 }  // namespace
 
 Status run(const ops::LnQkvHeads::Args& a) {
   Tensor w;
-  CF_TRY(for_each_part(a, w, [](const auto& args) { return run(args); }));
+  CF_TRY(run_chain(a, parts_to(w)));
   const auto d = ops::LnQkvHeads::dims(a);
   const std::size_t bytes = std::size_t(d.head_dim) * size_bytes(w.dtype());
   const auto* from = static_cast<const char*>(w.data());
@@ -37,16 +33,9 @@ Status run(const ops::LnQkvHeads::Args& a) {
   return {};
 }
 
-/// The sum over the parts of sqrt(terms) * condition, as LnQkvHeads::budget takes it. It runs the parts: each reads
-/// what the part before it made.
 Result<Condition> condition(const ops::LnQkvHeads::Args& a) {
-  Condition total{0, 0};
   Tensor w;
-  CF_TRY(for_each_part(a, w, [&](const auto& args) -> Status {
-    CF_TRY(run(args));
-    return add_part(args, total);
-  }));
-  return total;
+  return chain_condition(a, parts_to(w));
 }
 
 }  // namespace cf::cpu_ref

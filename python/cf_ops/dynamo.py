@@ -143,7 +143,9 @@ def _engine_class() -> Any:
                 max_num_seqs=self._slots,
                 max_num_batched_tokens=self._capacity,
             )
-            return EngineConfig(model=self._model.directory, served_model_name=self._name, llm=registration)
+            return EngineConfig(
+                model=os.path.abspath(self._model.directory), served_model_name=self._name, llm=registration
+            )
 
         async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
             token_ids.normalize_request_token_ids(request)
@@ -183,8 +185,11 @@ def _engine_class() -> Any:
                     raise exceptions.Unknown(piece.error)
                 made += len(piece.ids)
                 chunk: dict[str, Any] = {"token_ids": piece.ids, "index": piece.choice, **_logprobs(piece)}
-                running -= piece.finish is not None
-                if running and (piece.ids or piece.finish is None):
+                if piece.finish == "cancelled":
+                    running = 0
+                elif piece.finish is not None:
+                    running -= 1
+                if running and piece.ids:
                     yield chunk
                 elif not running:
                     prompt = len(jobs[0].prompt)
@@ -193,6 +198,7 @@ def _engine_class() -> Any:
                     return
 
         async def abort(self, context: Any) -> None:
+            """The client has left: frees the slots of all choices and ends generate()."""
             jobs = self._jobs.get(context.id())
             if jobs is None or self._batcher is None:
                 return

@@ -335,14 +335,15 @@ def test_more_requests_than_may_wait(server: Server) -> None:
 # --- clients that leave -----------------------------------------------------------------------------------------------
 
 
-def test_a_client_that_leaves_frees_its_slot(server: Server) -> None:
+@pytest.mark.parametrize("choices", [1, 3])
+def test_a_client_that_leaves_frees_its_slots(choices: int, server: Server) -> None:
     before = numbers(server)["cf_ops_ids_total"]
-    stream = server.complete(max_tokens=500, seed=1, stream=True, extra_body={"ignore_eos": True})
+    stream = server.complete(max_tokens=500, seed=1, n=choices, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
-    assert numbers(server)["cf_ops_slots_used"] == 1
+    assert numbers(server)["cf_ops_slots_used"] == choices
     stream.close()
     assert soon(lambda: numbers(server)["cf_ops_slots_used"] == 0, 5)
-    assert numbers(server)["cf_ops_ids_total"] - before < 500
+    assert numbers(server)["cf_ops_ids_total"] - before < 500 * choices
 
 
 def request_bytes(server: Server, **options: Any) -> bytes:
