@@ -1,5 +1,6 @@
 """Streams: models that go on without end with the first and the newest tokens of each sequence."""
 
+import numpy as np
 import pytest
 
 import cf_ops
@@ -19,6 +20,15 @@ def test_a_stream_goes_on_behind_its_window(directory):
     assert logits[2:].argmax(axis=1).tolist() == ids
     # The first tokens are seen for ever.
     assert (logits[-1] != model.logits([5, *prompt[1:], *ids[:-1]])[-1]).any()
+
+
+def test_a_stream_scores_a_text_of_any_length(directory):
+    model = cf_ops.load(directory, activation="float64", window=12, sinks=4)
+    ids = np.array([(7 * i + i * i // 5) % 31 for i in range(900)])
+    logits = model.logits(ids[:-1].tolist())
+    log_probs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    nll = -log_probs[np.arange(ids.size - 1), ids[1:]].mean()
+    assert model.perplexity(ids, context=ids.size).nll == pytest.approx(nll, rel=1e-12)
 
 
 def test_a_window_that_holds_all_is_the_model_itself(directory):
