@@ -81,10 +81,10 @@ def register_native() -> Any:
 
         pretrained: what `cf_ops.load` takes. device: a GPU's name; the CPU where it is None or there is no GPU.
         batch_size: answers at once, "auto" for 16; scores do not depend on it. max_length: ids that the model reads of
-        a request at most; where it is None the model's positions, on a GPU no more than 2048. add_bos_token: whether the
-        tokenizer adds its special tokens; where it is None as its tokenizer.json says. prefix_token_id: the id before a
-        text that has none before it; where it is None the tokenizer's bos, or else its eos. Further arguments are those
-        of `cf_ops.load`.
+        a request at most; where it is None the model's positions, on a GPU no more than 2048. add_bos_token: whether
+        the tokenizer adds its special tokens; where it is None as its tokenizer.json says. prefix_token_id: the id
+        before a text that has none before it; where it is None the tokenizer's bos, or else its eos. Further arguments
+        are those of `cf_ops.load`.
         """
 
         backend = "causal"

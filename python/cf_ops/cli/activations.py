@@ -40,7 +40,13 @@ def declare(parser: argparse.ArgumentParser) -> None:
         choices=["float64", "float32", "float16", "bfloat16"],
         help="of the files; the activations' own when left out",
     )
-    parser.add_argument("--rows-of-file", type=program.integer(1, 2**31 - 1), default=1 << 16, metavar="N")
+    parser.add_argument(
+        "--rows-of-file",
+        type=program.integer(1, 2**31 - 1),
+        default=1 << 16,
+        metavar="N",
+        help="rows after which a new file begins, with the next prompt (default 65536)",
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder of the files; an earlier run goes on")
 
 
