@@ -49,9 +49,8 @@ def read_request(request: Mapping[str, Any], capacity: int) -> Asked:
         for name, value in neutral.items():
             if given.get(name) not in (None, value):
                 expected = "none" if value is None else value
-                raise Refused(
-                    f"{_NAMES.get(name, name)}: expected {expected}, since this server has no other, got {given[name]!r}"
-                )
+                asked = _NAMES.get(name, name)
+                raise Refused(f"{asked}: expected {expected}, since this server has no other, got {given[name]!r}")
     prompt = list(request["token_ids"])
     room = capacity + 1 - len(prompt)  # the last new id needs no entry
     if room < 1:
