@@ -289,7 +289,7 @@ Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
   };
   CF_TRY(for_each_model_site(spec_, weights_, t, run_site));
 
-  // The head: of the last rows of a piece for whoever asks for them, and of the last row of every other piece that makes
+  // The head: of the last rows of a piece for whoever asks for them, and of the last row of any other piece that makes
   // its slot's logits. These rows are put together.
   const std::size_t last_layer = weights_.layers.size() % 2;
   const AnyView<2> made = t.hidden[last_layer], together = hidden_[1 - last_layer].view<2>();

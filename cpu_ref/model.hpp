@@ -78,7 +78,7 @@ class Model final : public ModelRunner {
   std::int64_t page_entries() const override { return pool_ ? pool_->page_entries() : 0; }
   Status check_room(std::span<const Run> runs) const override;
   Status fork(std::int64_t from, std::int64_t to, std::int64_t n) override;
-  /// With `invariant` as many tokens as go through the model at once; else whole prompts, because a row's bits depend on
+  /// With `invariant` as many tokens as go through the model at once; else whole prompts, as a row's bits depend on
   /// how its prompt is divided.
   std::int64_t preferred_step_tokens() const override { return options_.invariant ? most_tokens() : 0; }
   void watch(Visit visit) override { visit_ = std::move(visit); }
@@ -114,7 +114,7 @@ class Model final : public ModelRunner {
   /// Divides a step into what goes through the model together.
   std::vector<std::vector<Piece>> passes_of(std::span<const StepPart> parts, bool own) const;
   Status pass(std::span<const Piece> pieces, const Visit& visit);
-  /// Makes room in the pages for what these runs write. Code::out_of_memory where too few are free; nothing changes then.
+  /// Makes room in the pages for what these runs write. Code::out_of_memory, and no change, where too few are free.
   Status reserve(std::span<const Run> runs);
   /// Goes through a slot's last step again, and names the first site that makes a NaN.
   std::string first_nan(std::int64_t slot);

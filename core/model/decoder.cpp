@@ -206,8 +206,8 @@ struct Decoder::State {
     plan.sequences.push_back(sequence);
   }
 
-  /// Adds pieces of prompts to a step, the oldest prompt's first: up to step_tokens in all, or one whole prompt. A prompt
-  /// is begun, and gone on with, where there is room for all that is left of it.
+  /// Adds pieces of prompts to a step, the oldest prompt's first: up to step_tokens in all, or one whole prompt. One is
+  /// begun, and gone on with, where there is room for all that is left of it.
   Status append_prompts(ModelRunner& runner, Plan& plan) {
     const std::int64_t most = std::max<std::int64_t>(1, step_tokens - std::int64_t(plan.runs.size()));
     for (std::int64_t tokens = 0; const auto& [sequence, e] : entries) {
