@@ -256,6 +256,8 @@ struct Decoder::State {
       for (Sequence s : continued) append(plan, s, 1);
       Status status = plan.runs.empty() ? Status() : runner.check_room(plan.runs);
       if (status && with_prompts) status = append_prompts(runner, plan);
+      // Whoever has begun to share a page made its owner need a copy.
+      if (status && with_prompts && !plan.runs.empty()) status = runner.check_room(plan.runs);
       if (status) return plan;
       if (status.code() != Code::out_of_memory || !give_up_youngest(status)) return status;
       std::erase_if(continued, [&](Sequence s) { return !entries.at(s).runs; });
