@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import cf_ops
+from cf_ops import cli
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +57,15 @@ def test_a_model_without_rope_has_no_streams(root):
     model = cf_ops.load(root / "data" / "checkpoints" / "gpt2-d16", window=8)
     with pytest.raises(ValueError, match="window, sinks: expected a model with RoPE, got one without"):
         model.logits([1])
+
+
+def test_the_command_streams(directory, capsys):
+    words = ["generate", "--model", str(directory), "--prompt-ids", "1,2,3", "--stop", "none", "--max-new-tokens", "90"]
+    assert cli.main([*words, "--window", "12", "--sinks", "4"]) == 0
+    out = capsys.readouterr()
+    ids = [int(id) for id in out.out.strip().split(",")]
+    model = cf_ops.load(directory, window=12, sinks=4)
+    assert ids == list(model.generate([1, 2, 3], max_new_tokens=90, stop=[]))
+    assert "max_position_embeddings" not in out.err
+    assert cli.main([*words, "--window", "12", "--device", "cuda"]) == 2
+    assert "--window: expected with --device cpu" in capsys.readouterr().err
