@@ -45,7 +45,7 @@ class PagePool {
 
   /// Makes room for the entries of a step: afterwards each sequence has first + count entries, and the pages of those
   /// that it writes are its own. Returns the copies that the backend makes, in this order, before anything is written.
-  /// Refuses a sequence that is unknown or comes twice, a first entry behind the sequence's last, and fewer entries than
+  /// Refuses a sequence that is unknown or comes twice, a first entry behind the sequence's last, fewer entries than
   /// one; more pages than are free is Code::out_of_memory. What is refused changes nothing.
   Result<std::vector<Copy>> reserve(std::span<const Write> writes);
   /// What reserve() would say.

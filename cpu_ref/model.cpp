@@ -43,6 +43,17 @@ Status check_stream(const ModelSpec& m, const KeyWindow& stream) {
   return {};
 }
 
+/// Refuses pages that streams have no use for, or that hold less than a slot may have.
+Status check_pages(const Model::Options& o) {
+  if (o.pages == 0) return {};
+  constexpr std::int64_t most = (std::int64_t(1) << 31) - 1;
+  CF_TRY(check_sizes({{"pages", o.pages, most}, {"page_entries", o.page_entries, most}}));
+  if (o.stream()) return refused("pages: expected none for streams, got " + std::to_string(o.pages));
+  if (o.capacity <= o.pages * o.page_entries) return {};
+  return refused("capacity: expected at most " + std::to_string(o.pages * o.page_entries) + " entries, those of " +
+                 std::to_string(o.pages) + " pages, got " + std::to_string(o.capacity));
+}
+
 /// What ops are told of a slot's length.
 std::int32_t kv_len_of(std::int64_t length, const Model::Options& o) {
   return o.window > 0 ? stream_length(length, o.capacity, o.sinks) : std::int32_t(length);
@@ -67,6 +78,7 @@ Result<std::unique_ptr<Model>> Model::create(const ModelSpec& model, ModelWeight
   CF_TRY(check_sizes({{"capacity", o.capacity, most - 1}}));
   if (o.activation != DType::f32 && o.activation != DType::f64)
     return refused("expected activations of float32 or float64, got " + std::string(to_string(o.activation)));
+  CF_TRY(check_pages(o));
   if (o.invariant && o.activation != DType::f32)
     return refused("invariant: expected activations of float32, got " + std::string(to_string(o.activation)));
   CF_TRY(check_memory("model", model, o));
@@ -79,7 +91,9 @@ void Model::for_each_tensor(const ModelSpec& m, const Options& o, F&& f) {
   const std::int64_t tokens = std::max(o.slots, std::min(o.chunk, o.capacity));
   for (std::int64_t i = 0; i < s.num_layers; ++i)
     for (auto caches : {&Model::k_caches_, &Model::v_caches_})
-      f(caches, o.activation, Shape{o.slots, s.num_kv_heads, o.capacity, s.head_dim});
+      f(caches, o.activation,
+        o.pages > 0 ? Shape{o.pages, s.num_kv_heads, o.page_entries, s.head_dim}
+                    : Shape{o.slots, s.num_kv_heads, o.capacity, s.head_dim});
   LayerTensors views;
   for_each_activation(
       s, {.batch = tokens, .sinks = o.sinks > 0},
@@ -112,10 +126,11 @@ Status Model::check_memory(const std::string& name, const ModelSpec& m, const Op
   CF_TRY(check_stream(m, options.stream()));
   const Options o = with_capacity(options);
   const ModelBytes b = bytes(m, o);
-  return check_free_memory(b.cache + b.workspace, name + ": " + std::to_string(o.slots) + " slots of " +
-                                                      std::to_string(o.capacity) + " entries need " +
-                                                      gigabytes(b.cache) + " for the cache and " +
-                                                      gigabytes(b.workspace) + " for activations");
+  const std::string cache = o.pages > 0 ? std::to_string(o.pages) + " pages of " + std::to_string(o.page_entries)
+                                        : std::to_string(o.slots) + " slots of " + std::to_string(o.capacity);
+  return check_free_memory(b.cache + b.workspace, name + ": " + cache + " entries need " + gigabytes(b.cache) +
+                                                      " for the cache and " + gigabytes(b.workspace) +
+                                                      " for activations");
 }
 
 Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const void> owner, const Options& o)
@@ -131,6 +146,7 @@ Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const
     else
       (this->*member).emplace_back(dtype, shape);
   });
+  if (o.pages > 0) pool_.emplace(o.slots, o.pages, o.page_entries);
   if (!o.stream())
     ops::rope_table({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape},
                     spec_.traits.rope_theta, spec_.traits.rope_scaling);
@@ -173,7 +189,7 @@ std::vector<std::vector<Model::Piece>> Model::passes_of(std::span<const StepPart
     for (std::int64_t first = 0, n; first < count; first += n) {
       if (room == 0) {
         passes.emplace_back();
-        room = options_.invariant ? most_tokens() : options_.chunk;
+        room = options_.invariant ? std::min(options_.chunk, most_tokens()) : options_.chunk;
       }
       n = std::min(count - first, room);
       // The piece's tokens that are among the run's last rows.
@@ -224,6 +240,12 @@ Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
     positions.assign(row_positions.begin(), row_positions.end());
   }
 
+  // A row of the table for each slot, with room for the pages of `capacity` entries.
+  const std::int64_t slot_pages = pool_ ? (capacity() + page_entries() - 1) / page_entries() : 0;
+  std::vector<std::int32_t> page_table(std::size_t(slots() * slot_pages), -1);
+  for (std::int64_t slot = 0; pool_ && slot < slots(); ++slot)
+    std::copy(pool_->table(slot).begin(), pool_->table(slot).end(), page_table.begin() + slot * slot_pages);
+
   ModelTensors t;
   t.ids = {ids.data(), {tokens}};
   for (std::size_t i = 0; i < 2; ++i) t.hidden[i] = rows_of(hidden_[i].view<2>(), 0, tokens);
@@ -233,8 +255,9 @@ Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
       {.batch = slots(),
        .q_len = q_len,
        .table_rows = cos_.view<2>().shape[0],
-       .capacity = capacity(),
+       .capacity = pool_ ? slot_pages * page_entries() : capacity(),
        .mixed = tokens,
+       .pool = pool_ ? PageSizes{pool_->pages(), pool_->page_entries()} : PageSizes{},
        .sinks = stream.sinks > 0},
       [&](const TensorSpec& spec, auto& view, auto shape) {
         if (is_made(spec)) point(view, activations_[next++].data(), shape, options_.activation);
@@ -242,6 +265,7 @@ Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
       t.layer);
   t.layer.positions = {positions.data(), {tokens}};
   t.layer.kv_len = {kv_len.data(), {slots()}};
+  if (pool_) t.layer.page_table = {page_table.data(), {slots(), slot_pages}};
   t.layer.stream = stream;
   if (stream.sinks > 0) t.layer.sink_positions = {sink_positions.data(), {tokens}};
   if (s.rotary_dim > 0) {
@@ -265,7 +289,7 @@ Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
   };
   CF_TRY(for_each_model_site(spec_, weights_, t, run_site));
 
-  // The head: of the last rows of a piece for whoever asks for them, and of the last row of every other piece that makes
+  // The head: of the last rows of a piece for whoever asks for them, and of the last row of any other piece that makes
   // its slot's logits. These rows are put together.
   const std::size_t last_layer = weights_.layers.size() % 2;
   const AnyView<2> made = t.hidden[last_layer], together = hidden_[1 - last_layer].view<2>();
@@ -307,6 +331,7 @@ Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, 
   CF_TRY(check_streams(runs));
   if (logits.stream)
     return Status::error(Code::unimplemented, "model: logits: expected memory of the host, got a device's");
+  CF_TRY(reserve(runs));
   for (const std::vector<Piece>& pieces : passes_of(parts_of(runs, ids, logits), logits.own)) {
     CF_TRY(pass(pieces, visit_));
     for (const Piece& p : pieces) {
@@ -341,11 +366,55 @@ Result<std::vector<RowScore>> Model::score(std::span<const Run> runs, std::span<
   });
 }
 
+namespace {
+
+std::vector<PagePool::Write> writes_of(std::span<const Run> runs) {
+  std::vector<PagePool::Write> writes;
+  for (const Run& r : runs) writes.push_back({.sequence = r.sequence, .first = r.first_position, .count = r.count});
+  return writes;
+}
+
+}  // namespace
+
+Status Model::check_room(std::span<const Run> runs) const { return pool_ ? pool_->check(writes_of(runs)) : Status(); }
+
+Status Model::reserve(std::span<const Run> runs) {
+  if (!pool_) return {};
+  CF_TRY_ASSIGN(const std::vector<PagePool::Copy> copies, pool_->reserve(writes_of(runs)));
+  const CacheView pages(k_caches_[0].view<4>());
+  const auto element = std::int64_t(size_bytes(options_.activation));
+  for (const PagePool::Copy& c : copies)
+    for (auto* caches : {&k_caches_, &v_caches_})
+      for (Tensor& cache : *caches)
+        for (std::int64_t head = 0; head < pages.heads(); ++head) {
+          char* const data = static_cast<char*>(cache.data());
+          std::memcpy(data + pages.entry(c.to, head, 0) * element, data + pages.entry(c.from, head, 0) * element,
+                      std::size_t(c.entries * pages.head_dim() * element));
+        }
+  // New entries are valid once they are made.
+  for (const Run& r : runs) lengths_.set(r.sequence, r.first_position);
+  return {};
+}
+
+void Model::release(std::int64_t slot) {
+  lengths_.set(slot, 0);
+  if (pool_) pool_->release(slot);
+}
+
+Status Model::fork(std::int64_t from, std::int64_t to, std::int64_t n) {
+  if (!pool_) return ModelRunner::fork(from, to, n);
+  CF_TRY(pool_->fork(from, to, n));
+  lengths_.set(to, n);
+  return {};
+}
+
 std::string Model::first_nan(std::int64_t slot) {
   std::string found;
   const Piece last{.run = {.sequence = slot, .first_position = length(slot) - 1},
                    .ids = std::span(&last_ids_[std::size_t(slot)], 1),
                    .own = true};
+  if (!reserve(std::span(&last.run, 1))) return found;
+  lengths_.set(slot, last.run.first_position + 1);
   const Status ended =
       pass(std::span(&last, 1), [&](const ModelSite& site, std::span<const SiteTensor> tensors) -> Status {
         for (const SiteTensor& t : tensors)

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -10,6 +11,7 @@
 #include "core/model/decoder.hpp"
 #include "core/model/model.hpp"
 #include "core/model/slot_lengths.hpp"
+#include "core/page_pool.hpp"
 
 namespace cf::cpu_ref {
 
@@ -35,13 +37,17 @@ class Model final : public ModelRunner {
     /// them, and the first `sinks` of its slot; positions are those inside the cache (StreamingLLM, Xiao et al. 2023,
     /// arXiv:2309.17453, whose recent size is window - 1). The capacity is then what such a cache needs.
     std::int64_t window = 0, sinks = 0;
+    /// With pages the slots' entries lie in a pool of so many pages of page_entries entries: a slot takes pages as it
+    /// needs them, and shares them with slots that begin alike. Without, each slot has memory for `capacity` entries.
+    std::int64_t pages = 0, page_entries = 64;
 
     KeyWindow stream() const { return {.keys = window, .sinks = sinks}; }
   };
 
   /// Takes memory for cache and activations; `owner` keeps the weights' memory. Refuses weights that
   /// check_model_weights() refuses, sizes below 1, another activation dtype, `invariant` with float64, a stream
-  /// of a model without RoPE or beyond its own window, and what check_memory() refuses.
+  /// of a model without RoPE or beyond its own window, a capacity beyond the pages' entries, streams in pages, and what
+  /// check_memory() refuses.
   static Result<std::unique_ptr<Model>> create(const ModelSpec& model, ModelWeights weights,
                                                std::shared_ptr<const void> owner, const Options& options);
   /// What create() takes for these options.
@@ -68,8 +74,11 @@ class Model final : public ModelRunner {
                                       const ScoreRequest& request) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
-  void release(std::int64_t slot) override { lengths_.set(slot, 0); }
-  /// With `invariant` as many tokens as go through the model at once; else whole prompts, because a row's bits depend on
+  void release(std::int64_t slot) override;
+  std::int64_t page_entries() const override { return pool_ ? pool_->page_entries() : 0; }
+  Status check_room(std::span<const Run> runs) const override;
+  Status fork(std::int64_t from, std::int64_t to, std::int64_t n) override;
+  /// With `invariant` as many tokens as go through the model at once; else whole prompts, as a row's bits depend on
   /// how its prompt is divided.
   std::int64_t preferred_step_tokens() const override { return options_.invariant ? most_tokens() : 0; }
   void watch(Visit visit) override { visit_ = std::move(visit); }
@@ -105,6 +114,8 @@ class Model final : public ModelRunner {
   /// Divides a step into what goes through the model together.
   std::vector<std::vector<Piece>> passes_of(std::span<const StepPart> parts, bool own) const;
   Status pass(std::span<const Piece> pieces, const Visit& visit);
+  /// Makes room in the pages for what these runs write. Code::out_of_memory, and no change, where too few are free.
+  Status reserve(std::span<const Run> runs);
   /// Goes through a slot's last step again, and names the first site that makes a NaN.
   std::string first_nan(std::int64_t slot);
 
@@ -116,8 +127,9 @@ class Model final : public ModelRunner {
   ModelWeights weights_;
   std::shared_ptr<const void> owner_;
   SlotLengths lengths_;
+  std::optional<PagePool> pool_;
   std::vector<std::int32_t> last_ids_;       // by slot: the token of its last entry
-  std::vector<Tensor> k_caches_, v_caches_;  // by layer: (slots, kv_heads, capacity, head_dim)
+  std::vector<Tensor> k_caches_, v_caches_;  // by layer: (slots, kv_heads, capacity, head_dim), or of pages
   std::vector<Tensor> activations_;          // the layer's outputs, in the order of for_each_activation
   std::vector<Tensor> hidden_;               // the embedding and the layers' outputs, in turn
   Tensor cos_, sin_;  // (capacity, rotary_dim / 2); of streams a pass's own rows: its tokens', then those for the sinks

@@ -206,8 +206,8 @@ struct Decoder::State {
     plan.sequences.push_back(sequence);
   }
 
-  /// Adds pieces of prompts to a step, the oldest prompt's first: up to step_tokens in all, or one whole prompt. A prompt
-  /// is begun, and gone on with, where there is room for all that is left of it.
+  /// Adds pieces of prompts to a step, the oldest prompt's first: up to step_tokens in all, or one whole prompt. One is
+  /// begun, and gone on with, where there is room for all that is left of it.
   Status append_prompts(ModelRunner& runner, Plan& plan) {
     const std::int64_t most = std::max<std::int64_t>(1, step_tokens - std::int64_t(plan.runs.size()));
     for (std::int64_t tokens = 0; const auto& [sequence, e] : entries) {
@@ -256,6 +256,8 @@ struct Decoder::State {
       for (Sequence s : continued) append(plan, s, 1);
       Status status = plan.runs.empty() ? Status() : runner.check_room(plan.runs);
       if (status && with_prompts) status = append_prompts(runner, plan);
+      // Whoever has begun to share a page made its owner need a copy.
+      if (status && with_prompts && !plan.runs.empty()) status = runner.check_room(plan.runs);
       if (status) return plan;
       if (status.code() != Code::out_of_memory || !give_up_youngest(status)) return status;
       std::erase_if(continued, [&](Sequence s) { return !entries.at(s).runs; });

@@ -36,9 +36,9 @@ std::string_view to_string(Finish);
 
 /// What a decoder's steps are made of.
 struct DecoderOptions {
-  /// The most tokens of a step: those of running sequences, all of them, and behind them pieces of prompts, at least one
-  /// token where a prompt waits to be read. A long prompt never stops the others for longer than such a step takes. With
-  /// 0 each prompt is read whole, in a step of its own. By default what the runner prefers.
+  /// The most tokens of a step: those of all running sequences, and behind them pieces of prompts, at least one token
+  /// where a prompt waits to be read. A long prompt never stops the others for longer than such a step takes. With 0
+  /// each prompt is read whole, in a step of its own. By default what the runner prefers.
   std::optional<std::int64_t> step_tokens{};
   /// Whether a prompt that begins as a sequence in a slot does shares that one's full pages and is not read that far.
   /// Without effect where the runner's cache has no pages.
@@ -49,8 +49,8 @@ struct DecoderOptions {
 /// where no slot is free it waits, and the first that waits gets the slot of the next one that ends. A sequence's ids
 /// depend neither on what the other slots hold nor on the tokens of a step, where the runner's logits do not: see
 /// ModelRunner::run(). Not shared between threads.
-/// Where the cache's pages are a pool and no free ones are left, the youngest sequence gives up its slot and its entries
-/// and waits. It keeps its ids, is read again when there is room, and goes on as if that had not been.
+/// Where the cache's pages are a pool and none is free, the youngest sequence gives up its slot and its entries and
+/// waits. It keeps its ids, is read again when there is room, and goes on as if that had not been.
 class Decoder {
  public:
   /// A sequence, in the order of add() from 0 on.
@@ -95,8 +95,8 @@ class Decoder {
   std::int64_t free_slots() const;
   /// The sequences that have ended and were not dropped, in the order of add().
   std::vector<Sequence> ended() const;
-  /// Of a sequence that was not dropped: whether it waits for a slot, its ids behind the prompt, why it ended, and where
-  /// it failed, how. The status of one that gave up its slot for want of pages is Code::out_of_memory until it goes on.
+  /// Of a sequence that was not dropped: whether it waits for a slot, its ids behind the prompt, why it ended, and how
+  /// it failed. The status of one that gave up its slot for want of pages is Code::out_of_memory until it goes on.
   Result<bool> waits(Sequence sequence) const;
   Result<std::vector<std::int32_t>> ids(Sequence sequence) const;
   /// The log-probabilities of its ids behind the prompt from ids()[first] on; none where it does not ask for them.

@@ -258,7 +258,7 @@ Result<Scorer> Scorer::create(std::shared_ptr<SlotLease> slots, std::vector<Scor
                               const ScoreOptions& options) {
   CF_TRY_ASSIGN(ModelRunner* const runner, slots->runner());
   const std::int64_t vocab = runner->model().shape.vocab_size;
-  const EntryLimit limit = entry_limit(runner->model(), runner->capacity());
+  const EntryLimit limit = runner->limit();
   if (options.piece < 1) return refused("piece: expected at least 1, got " + std::to_string(options.piece));
   if (options.top < 0 || options.top > vocab)
     return refused("top: expected " + range(0, vocab) + ", got " + std::to_string(options.top));

@@ -74,12 +74,16 @@ class Model:
         activation: str,
         eos_token_ids: list[int],
         on_device: _core.DeviceModel | None = None,
+        *,
+        window: int = 0,
+        sinks: int = 0,
     ) -> None:
         self.weights = weights
         self.directory = directory
         self.activation = activation
         self.eos_token_ids = eos_token_ids
         self._on_device = on_device
+        self._cpu = {"chunk": _CHUNK, "window": window, "sinks": sinks}
         self._tokenizer: Tokenizer | None = None
         self._chat: ChatTemplate | None = None
 
@@ -376,7 +380,7 @@ class Model:
         """What continues `slots` prompts at once, with room for `capacity` entries of each; on a GPU in slots that are
         free. Raises what :meth:`generate` raises of sizes."""
         if self._on_device is None:
-            return _core.Decoder(self.weights, slots=slots, capacity=capacity, chunk=_CHUNK, activation=self.activation)
+            return _core.Decoder(self.weights, slots=slots, capacity=capacity, activation=self.activation, **self._cpu)
         self._check_capacity(self._on_device, capacity)
         return _core.Decoder(self._on_device, slots=slots)
 
@@ -384,7 +388,7 @@ class Model:
         """What scores prompts in `slots` slots, with room for `capacity` entries of each; on a GPU in slots that are
         free. Raises what :meth:`score` raises of sizes."""
         if self._on_device is None:
-            return _core.Scorer(self.weights, slots=slots, capacity=capacity, chunk=_CHUNK, activation=self.activation)
+            return _core.Scorer(self.weights, slots=slots, capacity=capacity, activation=self.activation, **self._cpu)
         self._check_capacity(self._on_device, capacity)
         return _core.Scorer(self._on_device, slots=slots)
 
@@ -392,7 +396,7 @@ class Model:
     def _runner(self, capacity: int) -> Iterator[_core.Runner]:
         """A runner of one slot, whose slot is free again at the end, also where an error's traceback keeps the runner."""
         if self._on_device is None:
-            yield _core.Runner(self.weights, capacity=capacity, chunk=_CHUNK, activation=self.activation)
+            yield _core.Runner(self.weights, capacity=capacity, activation=self.activation, **self._cpu)
             return
         self._check_capacity(self._on_device, capacity)
         runner = _core.Runner(self._on_device)
@@ -422,6 +426,8 @@ def load(
     capacity: int | None = None,
     impl: str = "auto",
     threads: int | None = None,
+    window: int = 0,
+    sinks: int = 0,
     progress: bool | None = None,
 ) -> Model:
     """Loads a checkpoint directory of Hugging Face: config.json beside safetensors, dense or GPTQ.
@@ -445,7 +451,10 @@ def load(
     the fastest that takes them, or "unfused", "graph", "split", "layer", "persistent".
 
     On the CPU alone: activation: "float32" is the fast backend, "float64" the oracle. threads: the threads that all
-    models of this process work with from now on; None leaves them as they are, at first one a core.
+    models of this process work with from now on; None leaves them as they are, at first one a core. window: with so many
+    tokens each sequence is a stream without end: a token sees the newest `window` tokens, its own among them, and the
+    first `sinks` ones; positions are those inside the cache, so that neither memory nor the time of a token grows. For
+    models with RoPE. Source: Xiao et al. 2023 (arXiv:2309.17453), whose cache of 4 and 512 tokens is sinks=4, window=513.
 
     progress: whether stderr shows how far a preset's weights are made, by tqdm where that is installed; None where it is
     a terminal. The weights of a checkpoint are mapped, which takes no time to speak of.
@@ -468,7 +477,8 @@ def load(
         if activation not in (None, "float32", "float64"):
             raise ValueError(f"activation: expected float32 or float64, got {activation!r}")
     else:
-        for name, value in (("activation", activation), ("threads", threads)):
+        of_cpu = {"activation": activation, "threads": threads, "window": window or None, "sinks": sinks or None}
+        for name, value in of_cpu.items():
             if value is not None:
                 raise ValueError(f"{name}: expected it with device='cpu' alone, got {value!r} for a GPU")
         _core.check_cuda_device(index)
@@ -482,7 +492,8 @@ def load(
     if layers is not None:
         weights = weights.first_layers(integer("layers", layers))
     if index is None:
-        return Model(weights, path, activation or "float32", eos_token_ids)
+        window, sinks = integer("window", window), integer("sinks", sinks)
+        return Model(weights, path, activation or "float32", eos_token_ids, window=window, sinks=sinks)
     model = on_device(weights, path, eos_token_ids, index, **sizes, impl=impl)
     weights.drop_values()
     return model

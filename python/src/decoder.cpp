@@ -91,8 +91,8 @@ LogitsChanges::Processor processor_of(nb::handle function) {
 class PythonDecoder {
  public:
   PythonDecoder(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk,
-                const std::string& activation)
-      : slots_(w, slots, capacity, chunk, activation), decoder_(made()) {}
+                const std::string& activation, std::int64_t window, std::int64_t sinks)
+      : slots_(w, slots, capacity, chunk, activation, window, sinks), decoder_(made()) {}
   PythonDecoder(const std::shared_ptr<SharedModel>& shared, std::int64_t slots)
       : slots_(shared, slots), decoder_(made()) {}
 
@@ -175,8 +175,10 @@ class PythonDecoder {
 
 void bind_decoder(nb::module_& m) {
   nb::class_<PythonDecoder>(m, "Decoder", "Continues several sequences at once, each in a slot. Threads take turns.")
-      .def(nb::init<const Weights&, std::int64_t, std::int64_t, std::int64_t, const std::string&>(), "weights"_a,
-           nb::kw_only(), "slots"_a = 1, "capacity"_a = 2048, "chunk"_a = 512, "activation"_a = "float32", kRunnerInit)
+      .def(nb::init<const Weights&, std::int64_t, std::int64_t, std::int64_t, const std::string&, std::int64_t,
+                    std::int64_t>(),
+           "weights"_a, nb::kw_only(), "slots"_a = 1, "capacity"_a = 2048, "chunk"_a = 512, "activation"_a = "float32",
+           "window"_a = 0, "sinks"_a = 0, kRunnerInit)
       .def(nb::init<const std::shared_ptr<SharedModel>&, std::int64_t>(), "model"_a, nb::kw_only(), "slots"_a = 1,
            kSharedInit)
       .def(

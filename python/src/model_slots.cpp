@@ -6,7 +6,7 @@
 namespace cf::python {
 
 ModelSlots::ModelSlots(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk,
-                       const std::string& activation)
+                       const std::string& activation, std::int64_t window, std::int64_t sinks)
     : turns_(std::make_shared<Turns>()), spec_(w.config.spec()), capacity_(capacity) {
   const std::optional<DType> dtype = dtype_from_string(activation);
   if (!dtype) refuse("activation: expected float32 or float64, got '" + activation + "'");
@@ -14,7 +14,8 @@ ModelSlots::ModelSlots(const Weights& w, std::int64_t slots, std::int64_t capaci
     refuse(std::string("weights: expected them in the memory of the host, got ") +
            (w.place == Place::device ? "a device's" : "none: drop_values() gave it back"));
   activation_ = *dtype;
-  const cpu_ref::Model::Options options{.slots = slots, .capacity = capacity, .chunk = chunk, .activation = *dtype};
+  const cpu_ref::Model::Options options{
+      .slots = slots, .capacity = capacity, .chunk = chunk, .activation = *dtype, .window = window, .sinks = sinks};
   std::unique_ptr<cpu_ref::Model> model = take([&]() -> Result<std::unique_ptr<cpu_ref::Model>> {
     const WithoutGil without_gil;
     CF_TRY(cpu_ref::Model::check_memory(w.config.name, w.config, options));
@@ -28,6 +29,7 @@ ModelSlots::ModelSlots(const Weights& w, std::int64_t slots, std::int64_t capaci
     return interrupt_.check();
   };
   on_cpu_ = model.get();
+  capacity_ = model->capacity();
   lease_ = SlotLease::of_all(std::move(model));
 }
 

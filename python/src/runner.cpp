@@ -32,8 +32,9 @@ using Table = nb::ndarray<const float, nb::numpy, nb::ndim<2>, nb::c_contig>;
 /// A model with a KV cache. Its slots are numbered from 0 on, wherever they lie in the model.
 class Runner {
  public:
-  Runner(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk, const std::string& activation)
-      : slots_(w, slots, capacity, chunk, activation),
+  Runner(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk, const std::string& activation,
+         std::int64_t window, std::int64_t sinks)
+      : slots_(w, slots, capacity, chunk, activation, window, sinks),
         taps_(model_taps(w.config, w.weights)),
         has_logits_(std::size_t(slots)) {}
   Runner(const std::shared_ptr<SharedModel>& shared, std::int64_t slots)
@@ -303,8 +304,10 @@ nb::dict dict_of(const std::vector<std::string>& names, const std::map<std::stri
 
 void bind_runner(nb::module_& m) {
   nb::class_<Runner>(m, "Runner", "A model with a KV cache. Threads take turns.")
-      .def(nb::init<const Weights&, std::int64_t, std::int64_t, std::int64_t, const std::string&>(), "weights"_a,
-           nb::kw_only(), "slots"_a = 1, "capacity"_a = 2048, "chunk"_a = 512, "activation"_a = "float32", kRunnerInit)
+      .def(nb::init<const Weights&, std::int64_t, std::int64_t, std::int64_t, const std::string&, std::int64_t,
+                    std::int64_t>(),
+           "weights"_a, nb::kw_only(), "slots"_a = 1, "capacity"_a = 2048, "chunk"_a = 512, "activation"_a = "float32",
+           "window"_a = 0, "sinks"_a = 0, kRunnerInit)
       .def(nb::init<const std::shared_ptr<SharedModel>&, std::int64_t>(), "model"_a, nb::kw_only(), "slots"_a = 1,
            kSharedInit)
       .def_prop_ro(

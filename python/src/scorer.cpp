@@ -58,8 +58,8 @@ Score arrays_of(const PromptScore& score, std::size_t top) {
 class PythonScorer {
  public:
   PythonScorer(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk,
-               const std::string& activation)
-      : slots_(w, slots, capacity, chunk, activation) {}
+               const std::string& activation, std::int64_t window, std::int64_t sinks)
+      : slots_(w, slots, capacity, chunk, activation, window, sinks) {}
   PythonScorer(const std::shared_ptr<SharedModel>& shared, std::int64_t slots) : slots_(shared, slots) {}
 
   void begin(const std::vector<std::pair<nb::object, std::int64_t>>& from, std::int64_t piece, std::int64_t top) {
@@ -109,8 +109,10 @@ class PythonScorer {
 
 void bind_scorer(nb::module_& m) {
   nb::class_<PythonScorer>(m, "Scorer", "Scores the ids of prompts. Threads take turns.")
-      .def(nb::init<const Weights&, std::int64_t, std::int64_t, std::int64_t, const std::string&>(), "weights"_a,
-           nb::kw_only(), "slots"_a = 1, "capacity"_a = 2048, "chunk"_a = 512, "activation"_a = "float32", kRunnerInit)
+      .def(nb::init<const Weights&, std::int64_t, std::int64_t, std::int64_t, const std::string&, std::int64_t,
+                    std::int64_t>(),
+           "weights"_a, nb::kw_only(), "slots"_a = 1, "capacity"_a = 2048, "chunk"_a = 512, "activation"_a = "float32",
+           "window"_a = 0, "sinks"_a = 0, kRunnerInit)
       .def(nb::init<const std::shared_ptr<SharedModel>&, std::int64_t>(), "model"_a, nb::kw_only(), "slots"_a = 1,
            kSharedInit)
       .def("begin", &PythonScorer::begin, "prompts"_a, nb::kw_only(), "piece"_a = 128, "top"_a = 0,

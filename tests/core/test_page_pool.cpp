@@ -1,4 +1,5 @@
 // A pool of pages: random operations against sequences that each keep their entries for themselves.
+#include <algorithm>
 #include <map>
 #include <random>
 #include <set>
@@ -17,9 +18,13 @@ namespace {
 using Write = PagePool::Write;
 using Copy = PagePool::Copy;
 
+/// How a backend can be wrong.
+enum class Mutation { none, copies_nothing, stale_table, neighbours_length };
+
 /// The pages' memory as a backend has it, and what each sequence should read there.
 struct Memory {
   PagePool pool;
+  Mutation mutation = Mutation::none;
   std::vector<std::vector<int>> pages;
   std::vector<std::vector<int>> expected;  // by sequence
   int next = 0;                            // each entry that is written is another number
@@ -35,7 +40,9 @@ struct Memory {
   }
   /// A step of a backend: it reserves, copies and writes.
   Status write(const std::vector<Write>& writes) {
-    CF_TRY_ASSIGN(const std::vector<Copy> copies, pool.reserve(writes));
+    const PagePool before = pool;
+    CF_TRY_ASSIGN(std::vector<Copy> copies, pool.reserve(writes));
+    if (mutation == Mutation::copies_nothing) copies.clear();
     for (const Copy& c : copies)
       for (std::int64_t i = 0; i < c.entries; ++i)
         pages[std::size_t(c.to)][std::size_t(i)] = pages[std::size_t(c.from)][std::size_t(i)];
@@ -45,7 +52,17 @@ struct Memory {
       for (std::int64_t e = first; e < first + count; ++e) {
         if (pool.references(pool.table(sequence)[std::size_t(e / pool.page_entries())]) != 1)
           return Status::error(Code::device_error, "a page is written that others share");
-        mine.push_back(at(sequence, e) = next++);
+        mine.push_back(next);
+        std::int64_t written = e;
+        if (mutation == Mutation::neighbours_length)
+          written = std::min(pool.length((sequence + 1) % pool.sequences()), pool.length(sequence) - 1);
+        int& to = at(sequence, written);
+        if (mutation == Mutation::stale_table &&
+            e < before.length(sequence) / pool.page_entries() * pool.page_entries())
+          pages[std::size_t(before.table(sequence)[std::size_t(e / pool.page_entries())])]
+               [std::size_t(e % pool.page_entries())] = next++;
+        else
+          to = next++;
       }
     }
     return {};
@@ -161,26 +178,33 @@ TEST_CASE("Pages that one write gives back serve the next of the same step", "[p
   CHECK(pool.free_pages() == 0);
 }
 
-TEST_CASE("Random operations: every sequence reads what it wrote, and no page is lost", "[pages]") {
+namespace {
+
+struct Counts {
+  std::int64_t refusals = 0, forks = 0;
+};
+
+/// "" if random operations leave every sequence what it wrote, and lose no page; otherwise the first fault.
+std::string fault_of_random_operations(Mutation mutation, Counts& counts) {
   std::mt19937 random(7);
   const auto below = [&](std::int64_t n) { return std::int64_t(random() % std::uint64_t(n)); };
-  std::int64_t refusals = 0, forks = 0;
   for (int round = 0; round < 200; ++round) {
     const std::int64_t sequences = 1 + below(6);
     Memory m(sequences, 1 + below(24), 1 + below(5));
-    INFO("round " << round);
+    m.mutation = mutation;
     for (int operation = 0; operation < 60; ++operation) {
       const std::int64_t s = below(sequences), length = m.pool.length(s);
+      auto& mine = m.expected[std::size_t(s)];
       switch (below(8)) {
         case 0: {
           m.pool.release(s);
-          m.expected[std::size_t(s)].clear();
+          mine.clear();
           break;
         }
         case 1: {
           const std::int64_t n = below(length + 1);
-          REQUIRE(m.pool.truncate(s, n));
-          m.expected[std::size_t(s)].resize(std::size_t(n));
+          if (!m.pool.truncate(s, n)) return "truncate() refuses";
+          mine.resize(std::size_t(n));
           break;
         }
         case 2:
@@ -188,14 +212,12 @@ TEST_CASE("Random operations: every sequence reads what it wrote, and no page is
           const std::int64_t to = below(sequences), n = below(length + 1);
           const auto before = state_of(m.pool);
           const bool fits = m.pool.length(to) == 0;
-          CHECK(bool(m.pool.fork(s, to, n)) == fits);
-          if (!fits) {
-            CHECK(state_of(m.pool) == before);
-            break;
-          }
-          const std::vector<int> shared(m.expected[std::size_t(s)].begin(), m.expected[std::size_t(s)].begin() + n);
+          if (bool(m.pool.fork(s, to, n)) != fits) return "fork() refuses, or does not";
+          if (!fits && state_of(m.pool) != before) return "a refused fork() changes something";
+          if (!fits) break;
+          const std::vector<int> shared(mine.begin(), mine.begin() + n);
           m.expected[std::size_t(to)] = shared;
-          forks += n > 0;
+          counts.forks += n > 0;
           break;
         }
         default: {
@@ -211,20 +233,32 @@ TEST_CASE("Random operations: every sequence reads what it wrote, and no page is
           const auto before = state_of(m.pool);
           const std::int64_t free = m.pool.free_pages();
           const bool fits = bool(m.pool.check(writes));
-          const Status s = m.write(writes);
-          INFO(s.message());
-          REQUIRE(bool(s) == fits);
-          if (!fits) {
-            ++refusals;
-            CHECK(s.code() == Code::out_of_memory);
-            CHECK(needed > free);
-            CHECK(state_of(m.pool) == before);
-          }
+          const Status written = m.write(writes);
+          if (bool(written) != fits) return "check() and reserve() differ: " + written.message();
+          if (fits) break;
+          ++counts.refusals;
+          if (written.code() != Code::out_of_memory || needed <= free) return written.message();
+          if (state_of(m.pool) != before) return "a refused reserve() changes something";
         }
       }
-      REQUIRE(m.fault() == "");
+      if (const std::string fault = m.fault(); !fault.empty()) return fault;
     }
   }
-  CHECK(refusals > 100);
-  CHECK(forks > 100);
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("Random operations: every sequence reads what it wrote, and no page is lost", "[pages]") {
+  Counts counts;
+  CHECK(fault_of_random_operations(Mutation::none, counts) == "");
+  CHECK(counts.refusals > 100);
+  CHECK(counts.forks > 100);
+}
+
+TEST_CASE("A backend that copies nothing, writes by an old table or by a neighbour's length is found out", "[pages]") {
+  for (Mutation mutation : {Mutation::copies_nothing, Mutation::stale_table, Mutation::neighbours_length}) {
+    Counts counts;
+    CHECK(fault_of_random_operations(mutation, counts).find("reads another's entry") != std::string::npos);
+  }
 }

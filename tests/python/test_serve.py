@@ -279,7 +279,7 @@ def test_what_changes_the_logits(server: Server, model: cf_ops.Model) -> None:
             {"extra_body": {"nvext": {"annotations": ['logit_bias:{"5000": 1}']}}},
             "logit_bias: expected ids of 0 to 2047",
         ),
-        ({"echo": True}, "echo: expected nothing"),
+        ({"echo": True}, "echo: expected none"),
         ({"best_of": 2}, "best_of: expected 1"),
         ({"temperature": 3}, "emperature must be between 0 and 2, got 3"),
         ({"prompt": ""}, "empty"),

@@ -154,9 +154,9 @@ def check_device(args: argparse.Namespace) -> int | None:
     """The number of the GPU that the arguments name, None for the CPU. Refuses a GPU that is not there, and arguments of
     the other device."""
     index = cuda_index(args.device)
-    others = ("impl",) if index is None else ("activation", "threads")
+    others = ("impl",) if index is None else ("activation", "threads", "window", "sinks")
     for name in others:
-        if getattr(args, name) is not None:
+        if getattr(args, name, None) is not None:
             raise ValueError(f"--{name}: expected with --device {'cuda' if index is None else 'cpu'}")
     if index is not None:
         _core.check_cuda_device(index)
@@ -174,7 +174,10 @@ def open_model(args: argparse.Namespace, slots: int, capacity: int, layers: int 
     index = check_device(args)
     directory = model_directory(args)
     if index is None:
-        model = load(directory, layers=layers, activation=args.activation, threads=args.threads)
+        window, sinks = (getattr(args, name, None) or 0 for name in ("window", "sinks"))
+        model = load(
+            directory, layers=layers, activation=args.activation, threads=args.threads, window=window, sinks=sinks
+        )
     else:
         impl, capacity = args.impl or "auto", max(1, capacity)
         model = load(directory, device=args.device, layers=layers, slots=slots, capacity=capacity, impl=impl)

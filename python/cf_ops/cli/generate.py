@@ -29,6 +29,18 @@ def declare(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--n", type=program.integer(1, MOST_SAMPLES), default=1, help="samples of each prompt")
     parser.add_argument("--slots", type=program.integer(1, 64), help="prompts that decode at once; the others wait")
+    parser.add_argument(
+        "--window",
+        type=program.integer(1, 1 << 20),
+        metavar="N",
+        help="make each text a stream without end: a token sees the newest N tokens and the sinks (cpu)",
+    )
+    parser.add_argument(
+        "--sinks",
+        type=program.integer(0, 1 << 20),
+        metavar="N",
+        help="first tokens of a stream that all others see (cpu)",
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for the most likely token")
     parser.add_argument("--top-k", type=program.integer(0, 2**31 - 1), default=0, help="keep so many tokens, 0 for all")
     parser.add_argument("--top-p", type=float, default=1.0, help="keep the fewest that reach this probability")
@@ -88,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     load_s = time.perf_counter() - opened
     streams = sequences == 1
     session = Session(model, prompts, settings, args.slots, streams, args.n, args.chat is not None)
-    if session.capacity > (most := model.config["max_position_embeddings"]):
+    if not args.window and session.capacity > (most := model.config["max_position_embeddings"]):
         beyond = (
             f"positions beyond max_position_embeddings {most} are used as Hugging Face does, up to {session.capacity}"
         )

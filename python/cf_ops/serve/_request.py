@@ -48,9 +48,9 @@ def read_request(request: Mapping[str, Any], capacity: int) -> Asked:
         given = request.get(group) or {}
         for name, value in neutral.items():
             if given.get(name) not in (None, value):
-                nothing = "nothing" if value is None else f"{value}, which changes nothing,"
-                raise Refused(f"{_NAMES.get(name, name)}: expected {nothing} since this server has no other, got "
-                              f"{given[name]!r}")  # fmt: skip
+                expected = "none" if value is None else value
+                asked = _NAMES.get(name, name)
+                raise Refused(f"{asked}: expected {expected}, since this server has no other, got {given[name]!r}")
     prompt = list(request["token_ids"])
     room = capacity + 1 - len(prompt)  # the last new id needs no entry
     if room < 1:
