@@ -76,9 +76,9 @@ class CacheView {
     return {sequence * heads_ + head, entry};
   }
 
-  /// The entries that a step's row sees: visible_entries() above.
+  /// visible_entries() above, written out: kernels compile to other instructions where this calls that.
   CF_HD constexpr int visible_entries(int length, int count, int nth) const {
-    return cf::visible_entries(length, count, nth, capacity_);
+    return length < count || length > capacity_ ? 0 : length - count + nth + 1;
   }
   /// The entry that this row is stored in; -1, so that nothing is stored, where it sees no entries.
   CF_HD constexpr int appended_entry(int length, int count, int nth) const {
