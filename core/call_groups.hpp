@@ -26,32 +26,29 @@ View<V, Rank> part_of(View<V, Rank> view, std::int64_t first, std::int64_t count
   return view;
 }
 
-/// Arguments with a cache among them.
-template <class Args>
-concept HasCache = requires(const Args& args) {
-  args.page_table;
-};
-
 /// The part of an op's call that is a group's: its rows of the tensors that have a row for each token, and its
 /// sequences of the caches and of kv_len. Every sequence of the part has as many rows. An op whose tensors lie
 /// otherwise has a part_of() of its own.
 template <class Args>
 Args part_of(const Args& args, const RowGroup& group) {
   using Op = typename Args::Op;
-  if constexpr (requires { Op::part_of(args, group); }) return Op::part_of(args, group);
-  Args part = args;
-  Op::tensors(Op::dims(args), part, [&]<class V>(const TensorSpec& t, V& view, const auto&) {
-    if (t.role == Role::length || t.role == Role::page_table) {
-      view = part_of(view, group.sequence, group.sequences);
-    } else if (t.role == Role::input || t.role == Role::output || t.role == Role::position) {
-      view = part_of(view, group.first_row, group.rows());
-    } else if (t.role == Role::state || t.role == Role::cache) {
-      if constexpr (HasCache<Args> && V::rank == 4 && std::is_void_v<std::remove_const_t<typename V::element>>)
-        if (!args.page_table) view = cache_of(view, group.sequence, group.sequences);  // pages are no one sequence's
-    }
-  });
-  part.runs = {};
-  return part;
+  if constexpr (requires { Op::part_of(args, group); }) {
+    return Op::part_of(args, group);
+  } else {
+    Args part = args;
+    Op::tensors(Op::dims(args), part, [&]<class V>(const TensorSpec& t, V& view, const auto&) {
+      if (t.role == Role::length || t.role == Role::page_table) {
+        view = part_of(view, group.sequence, group.sequences);
+      } else if (t.role == Role::input || t.role == Role::output || t.role == Role::position) {
+        view = part_of(view, group.first_row, group.rows());
+      } else if (t.role == Role::state || t.role == Role::cache) {
+        if constexpr (V::rank == 4 && std::is_void_v<std::remove_const_t<typename V::element>>)
+          if (!args.page_table) view = cache_of(view, group.sequence, group.sequences);  // pages are no one sequence's
+      }
+    });
+    part.runs = {};
+    return part;
+  }
 }
 
 /// Calls f with the part of each group of a call's runs, in order, and stops at the first Status that is not ok.

@@ -28,7 +28,7 @@ using Args = ops::Linear::Args;
 
 namespace {
 
-constexpr Epilogue kGelus[] = {Epilogue::gelu_erf, Epilogue::gelu_tanh};
+constexpr Epilogue kGeluEpilogues[] = {Epilogue::gelu_erf, Epilogue::gelu_tanh};
 /// The numbers are the same for all GPUs.
 constexpr const cuda::Tuning& kTuning = cuda::kH200Tuning;
 /// The fewest tokens that cuBLASLt takes of any weight by library_context(), and other numbers of tokens.
@@ -513,7 +513,7 @@ TEST_CASE("linear on Hopper's tensor cores: tiles of many tokens, their edges an
           "[gpu][gemm][wgmma]") {
   if (!has_wgmma()) return;
   for (DType dtype : {DType::f16, DType::bf16})
-    for (Epilogue epilogue : kGelus)
+    for (Epilogue epilogue : kGeluEpilogues)
       for (std::int64_t tokens : {129, 255, 257, 512, 640})
         for (auto [in, out] :
              {std::pair<std::int64_t, std::int64_t>{8, 8}, {72, 136}, {264, 504}, {1032, 168}, {2056, 264}}) {
@@ -602,7 +602,7 @@ TEST_CASE("linear on Hopper's tensor cores: tiles with hostile inputs", "[gpu][g
   if (!has_wgmma()) return;
   for (DType dtype : {DType::f16, DType::bf16})
     for (Fill fill : {Fill::heavy_tailed, Fill::shifted})
-      for (Epilogue epilogue : kGelus) {
+      for (Epilogue epilogue : kGeluEpilogues) {
         Setup s = setup(dtype);
         s.fill = fill;
         CHECK(check_on_device<ops::Linear>(s, linear(144, 640, 136, epilogue)));
