@@ -17,8 +17,8 @@
 
 #include "python/src/arrays.hpp"
 #include "python/src/bindings.hpp"
-#include "python/src/bindings_text.hpp"
 #include "python/src/model_slots.hpp"
+#include "python/src/slots_bindings.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -174,13 +174,10 @@ class PythonDecoder {
 }  // namespace
 
 void bind_decoder(nb::module_& m) {
-  nb::class_<PythonDecoder>(m, "Decoder", "Continues several sequences at once, each in a slot. Threads take turns.")
-      .def(nb::init<const Weights&, std::int64_t, std::int64_t, std::int64_t, const std::string&, std::int64_t,
-                    std::int64_t>(),
-           "weights"_a, nb::kw_only(), "slots"_a = 1, "capacity"_a = 2048, "chunk"_a = 512, "activation"_a = "float32",
-           "window"_a = 0, "sinks"_a = 0, kRunnerInit)
-      .def(nb::init<const std::shared_ptr<SharedModel>&, std::int64_t>(), "model"_a, nb::kw_only(), "slots"_a = 1,
-           kSharedInit)
+  nb::class_<PythonDecoder> bound(m, "Decoder",
+                                  "Continues several sequences at once, each in a slot. Threads take turns.");
+  bind_constructors(bound);
+  bound
       .def(
           "add",
           [](PythonDecoder& d, nb::handle prompt, double temperature, int top_k, double top_p, double min_p,

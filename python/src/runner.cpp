@@ -16,8 +16,8 @@
 #include "core/resources.hpp"
 #include "python/src/arrays.hpp"
 #include "python/src/bindings.hpp"
-#include "python/src/bindings_text.hpp"
 #include "python/src/model_slots.hpp"
+#include "python/src/slots_bindings.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -303,13 +303,9 @@ nb::dict dict_of(const std::vector<std::string>& names, const std::map<std::stri
 }  // namespace
 
 void bind_runner(nb::module_& m) {
-  nb::class_<Runner>(m, "Runner", "A model with a KV cache. Threads take turns.")
-      .def(nb::init<const Weights&, std::int64_t, std::int64_t, std::int64_t, const std::string&, std::int64_t,
-                    std::int64_t>(),
-           "weights"_a, nb::kw_only(), "slots"_a = 1, "capacity"_a = 2048, "chunk"_a = 512, "activation"_a = "float32",
-           "window"_a = 0, "sinks"_a = 0, kRunnerInit)
-      .def(nb::init<const std::shared_ptr<SharedModel>&, std::int64_t>(), "model"_a, nb::kw_only(), "slots"_a = 1,
-           kSharedInit)
+  nb::class_<Runner> bound(m, "Runner", "A model with a KV cache. Threads take turns.");
+  bind_constructors(bound);
+  bound
       .def_prop_ro(
           "slots", [](const Runner& r) { return r.slots().slots(); }, "Sequences that the cache holds.")
       .def_prop_ro(

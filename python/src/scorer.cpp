@@ -13,8 +13,8 @@
 #include "core/model/score.hpp"
 #include "python/src/arrays.hpp"
 #include "python/src/bindings.hpp"
-#include "python/src/bindings_text.hpp"
 #include "python/src/model_slots.hpp"
+#include "python/src/slots_bindings.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -108,13 +108,9 @@ class PythonScorer {
 }  // namespace
 
 void bind_scorer(nb::module_& m) {
-  nb::class_<PythonScorer>(m, "Scorer", "Scores the ids of prompts. Threads take turns.")
-      .def(nb::init<const Weights&, std::int64_t, std::int64_t, std::int64_t, const std::string&, std::int64_t,
-                    std::int64_t>(),
-           "weights"_a, nb::kw_only(), "slots"_a = 1, "capacity"_a = 2048, "chunk"_a = 512, "activation"_a = "float32",
-           "window"_a = 0, "sinks"_a = 0, kRunnerInit)
-      .def(nb::init<const std::shared_ptr<SharedModel>&, std::int64_t>(), "model"_a, nb::kw_only(), "slots"_a = 1,
-           kSharedInit)
+  nb::class_<PythonScorer> bound(m, "Scorer", "Scores the ids of prompts. Threads take turns.");
+  bind_constructors(bound);
+  bound
       .def("begin", &PythonScorer::begin, "prompts"_a, nb::kw_only(), "piece"_a = 128, "top"_a = 0,
            nb::sig("def begin(self, prompts: collections.abc.Sequence[tuple[object, int]], *, piece: int = 128, "
                    "top: int = 0) -> None"),

@@ -10,6 +10,7 @@
 #include "tests/checkpoint/safetensors_writer.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
+#include "tests/support/taken.hpp"
 
 namespace {
 
@@ -18,13 +19,6 @@ using namespace cf::checkpoint;
 using namespace cf::test;
 
 const std::string kCheckpoints = CF_DATA_DIR "/checkpoints/";
-
-template <class T>
-T taken(Result<T> r) {
-  INFO(r.status().message());
-  REQUIRE(r);
-  return std::move(*r);
-}
 
 std::string fault_of(const Status& refused, Code code, std::string_view text) {
   return refusal_fault(refused, code, {text});

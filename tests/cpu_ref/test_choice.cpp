@@ -13,6 +13,7 @@
 #include "cpu_ref/model.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
+#include "tests/support/taken.hpp"
 
 namespace {
 
@@ -21,13 +22,6 @@ using namespace cf::test;
 using Ids = std::vector<std::int32_t>;
 constexpr std::int64_t kVocab = 61;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-template <class T>
-T taken(Result<T> r) {
-  INFO(r.status().message());
-  REQUIRE(r);
-  return std::move(*r);
-}
 
 Decoder decoder(std::int64_t slots, DType activation = DType::f32) {
   ModelConfig m;

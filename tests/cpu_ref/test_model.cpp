@@ -15,6 +15,7 @@
 #include "cpu_ref/model.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
+#include "tests/support/taken.hpp"
 
 namespace {
 
@@ -23,13 +24,6 @@ using namespace cf::test;
 using cpu_ref::Model;
 using Ids = std::vector<std::int32_t>;
 using Emitted = std::vector<Decoder::Emitted>;
-
-template <class T>
-T taken(Result<T> r) {
-  INFO(r.status().message());
-  REQUIRE(r);
-  return std::move(*r);
-}
 
 const Status& status_of(const Status& s) { return s; }
 template <class T>

@@ -17,6 +17,7 @@
 #include "cpu_ref/model.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
+#include "tests/support/taken.hpp"
 
 namespace {
 
@@ -25,13 +26,6 @@ using namespace cf::test;
 using cpu_ref::Model;
 using Ids = std::vector<std::int32_t>;
 using Emitted = std::vector<Decoder::Emitted>;
-
-template <class T>
-T taken(Result<T> r) {
-  INFO(r.status().message());
-  REQUIRE(r);
-  return std::move(*r);
-}
 
 /// One layer of width 32.
 struct Tiny {

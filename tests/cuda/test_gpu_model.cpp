@@ -19,6 +19,7 @@
 #include "tests/cuda/occupy.hpp"
 #include "tests/support/refusal.hpp"
 #include "tests/support/setups.hpp"
+#include "tests/support/taken.hpp"
 
 using namespace cf;
 using namespace cf::test;
@@ -29,13 +30,6 @@ using Ids = std::vector<std::int32_t>;
 namespace {
 
 constexpr std::int64_t kVocab = 333;  // rows of logits begin at addresses that are no multiple of 16 bytes
-
-template <class T>
-T taken(Result<T> r) {
-  INFO(r.status().message());
-  REQUIRE(r);
-  return std::move(*r);
-}
 
 ModelConfig small_config(std::int64_t layers = 3) {
   ModelConfig m = model_of(4, 64, 16, 512);
