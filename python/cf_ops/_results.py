@@ -13,8 +13,8 @@ from typing import Any
 
 @contextmanager
 def replacing(path: str) -> Iterator[str]:
-    """A temporary name beside `path`, which the file of this name gets at the block's end. After an error there is
-    none of either. A file that is replaced keeps its mode."""
+    """Yields a temporary name beside `path`. At the block's end the file of that name becomes `path` and takes the mode
+    of the file that it replaces. An error in the block removes the temporary file and leaves `path` as it was."""
     path = os.path.realpath(path)
     handle, temporary = tempfile.mkstemp(prefix=".cf-", suffix=".tmp", dir=os.path.dirname(path))
     os.close(handle)

@@ -9,14 +9,13 @@ import os
 import platform
 import re
 import shlex
-import stat
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from cf_ops import _core
 from cf_ops._device import cuda_index
+from cf_ops._results import replacing
 from cf_ops.model import Model, find_model, load, on_device, open_weights
 
 OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -257,19 +256,9 @@ def write_json(path: str | None, report: dict[str, Any]) -> None:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=2)
         return
-    path = os.path.realpath(path)
-    handle, temporary = tempfile.mkstemp(prefix=".cf-", suffix=".tmp", dir=os.path.dirname(path))
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=2)
-            file.write("\n")
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, stat.S_IMODE(os.stat(path).st_mode) if os.path.exists(path) else 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        json.dump(report, file, indent=2)
+        file.write("\n")
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
