@@ -53,7 +53,7 @@ inline Status check_window(std::string_view op, const KeyWindow& w) {
 /// The entries that a stream's cache must have room for. With fewer, one of a step's `q_len` new keys would take the
 /// place of a key that the step's first row sees.
 constexpr std::int64_t stream_entries(const KeyWindow& w, std::int64_t q_len) { return w.sinks + w.keys + q_len - 1; }
-/// A stream's length in kv_len's 32 bits: from 2^30 on it is less by whole rounds of RingView, capacity - sinks entries.
+/// A stream's length in kv_len's 32 bits: from 2^30 on it is less by whole rounds of a ring, capacity - sinks entries.
 constexpr std::int32_t stream_length(std::int64_t length, std::int64_t capacity, std::int64_t sinks) {
   const std::int64_t large = std::int64_t(1) << 30;
   return std::int32_t(length < large ? length : large + (length - large) % (capacity - sinks));
