@@ -58,8 +58,14 @@ class AnyCacheView {
   }
   /// Those of n entries from `first` on that lie behind the first.
   CF_HD constexpr CacheRows rows(std::int64_t sequence, std::int64_t head, std::int64_t first, std::int64_t n) const {
+    return rows(sequence, head, first, n, [&](std::uint32_t i) { return page(sequence, i); });
+  }
+  /// The same for a kernel that has read the table itself: page_of(i) is page(sequence, i).
+  template <class PageOf>
+  CF_HD constexpr CacheRows rows(std::int64_t sequence, std::int64_t head, std::int64_t first, std::int64_t n,
+                                 PageOf&& page_of) const {
     const std::int64_t at = place(first);
-    const MatrixRow from = at_place(sequence, head, at);
+    const MatrixRow from = at_place(sequence, head, at, page_of);
     if (is_stream()) n = capacity_ - at < n ? capacity_ - at : n;
     if (in_pages()) n = matrix_rows_ - from.row < n ? matrix_rows_ - from.row : n;
     return {first_element(from), n};
@@ -76,10 +82,21 @@ class AnyCacheView {
   }
   /// Where a place lies in the stack.
   CF_HD constexpr MatrixRow at_place(std::int64_t sequence, std::int64_t head, std::int64_t place) const {
+    return at_place(sequence, head, place, [&](std::uint32_t i) { return page(sequence, i); });
+  }
+  template <class PageOf>
+  CF_HD constexpr MatrixRow at_place(std::int64_t sequence, std::int64_t head, std::int64_t place,
+                                     PageOf&& page_of) const {
     if (!in_pages()) return {sequence * heads_ + head, place};
-    const std::uint32_t page = std::uint32_t(place) / std::uint32_t(matrix_rows_);
-    return {std::int64_t(table_[sequence * pages_ + page]) * heads_ + head,
-            std::int64_t(std::uint32_t(place) - page * std::uint32_t(matrix_rows_))};
+    const std::uint32_t i = std::uint32_t(place) / std::uint32_t(matrix_rows_);
+    return {std::int64_t(page_of(i)) * heads_ + head,
+            std::int64_t(std::uint32_t(place) - i * std::uint32_t(matrix_rows_))};
+  }
+  /// The pages that a sequence may have; 0 without a table.
+  CF_HD constexpr int pages() const { return pages_; }
+  /// A sequence's i-th page, as the table has it.
+  CF_HD constexpr std::int32_t page(std::int64_t sequence, std::int64_t i) const {
+    return table_[sequence * pages_ + i];
   }
 
   /// A stream has no bound.

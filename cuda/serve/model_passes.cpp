@@ -77,12 +77,13 @@ Status Model::State::read_together(std::vector<StepPart> running, std::span<cons
   if (are_apart) passes.erase(passes.begin());
   for (const Pieces& pieces : passes) {
     if (go_on) CF_TRY(go_on());
-    CF_TRY(pass(pieces, on_device));
+    CF_TRY(pass(pieces));
+    CF_TRY(make_logits(pieces, on_device));
   }
   return are_apart ? decode(running, on_device) : Status();
 }
 
-Status Model::State::pass(const Pieces& pieces, bool on_device) {
+Status Model::State::pass(const Pieces& pieces) {
   std::vector<Run> runs;
   for (const Piece& p : pieces) runs.push_back(p.run);
   CF_TRY(pipeline.begin_pass(runs));
@@ -117,10 +118,10 @@ Status Model::State::pass(const Pieces& pieces, bool on_device) {
   CF_TRY(put(t));
   for (const Piece& p : pieces)
     CF_TRY(pipeline.extend(p.run.sequence, p.run.first_position + p.run.count, p.ids.back()));
-  return make_logits(pieces, t, on_device);
+  return {};
 }
 
-Status Model::State::make_logits(const Pieces& pieces, const ModelTensors& t, bool on_device) {
+Status Model::State::make_logits(const Pieces& pieces, bool on_device) {
   std::int64_t rows = 0;
   bool any_for_caller = false, any_own = false;
   for (const Piece& p : pieces) {
@@ -134,10 +135,9 @@ Status Model::State::make_logits(const Pieces& pieces, const ModelTensors& t, bo
     CF_TRY_ASSIGN(made, rows_for_caller(rows));
   }
   made.shape[0] = rows;
-  // The layers' last input is read no more.
-  const std::size_t last = std::size_t(spec.shape.num_layers) % 2;
-  const AnyView<2> gathered = rows_of(t.hidden[1 - last], 0, rows);
-  CF_TRY(enqueue_gather(t.hidden[last], {pass_rows.data, {rows}}, gathered, context));
+  // The last layer's input is read no more.
+  const AnyView<2> gathered = rows_of(hidden[std::size_t(spec.shape.num_layers + 1) % 2], 0, rows);
+  CF_TRY(enqueue_gather(layers_output(), {pass_rows.data, {rows}}, gathered, context));
   LaunchList launches(context, workspace.scratch());
   launches.trust_addresses();
   CF_TRY(for_each_head_site(spec, weights.model_weights(), gathered, rows_of(final_norm, 0, rows), made,

@@ -3,6 +3,7 @@
 //   model.cpp          creation
 //   model_prompts.cpp  a prompt, chunk by chunk
 //   model_passes.cpp   several prompts and running tokens together, pass by pass
+//   model_score.cpp    log-probabilities of given ids
 //   model_steps.cpp    steps of all slots
 //   model_choices.cpp  the next ids, and why there is none
 //   pipeline.hpp       which steps run before they are asked for, and where the logits lie
@@ -173,12 +174,17 @@ struct Model::State final : PipelineDevice, OwnTensors {
   /// The passes of running tokens, which are the first pieces of the first pass, and of prompts. A prompt is cut where
   /// it is cut by itself; whatever fits into a pass behind others does.
   std::vector<Pieces> passes_of(std::span<const StepPart> running, std::span<const StepPart> prompts, bool own) const;
-  Status pass(const Pieces& pieces, bool on_device);
-  /// Makes the logits of a pass from what its last layer has made, and copies them to their slots and their caller.
-  Status make_logits(const Pieces& pieces, const ModelTensors& t, bool on_device);
+  /// Puts a pass through the layers. Its hidden states, a row a token, are in layers_output() until the next one.
+  Status pass(const Pieces& pieces);
+  AnyView<2> layers_output() const { return hidden[std::size_t(spec.shape.num_layers) % 2]; }
+  /// Makes the logits of the pass before, and copies them to their slots and their caller.
+  Status make_logits(const Pieces& pieces, bool on_device);
   /// Several parts of a step: running tokens, and prompts beside them.
   Status read_together(std::vector<StepPart> running, std::span<const StepPart> prompts, bool own, bool on_device);
 
+  /// Reads a prompt whose last rows a call of score() asks for.
+  class ScoreCall;
+  Status score(const StepPart& part, ScoreCall& call);
   /// Copies the logits of slots to rows, one each.
   Status copy_logits(std::span<const std::int64_t> slots, std::span<const AnyView<2>> rows, bool on_device);
 
@@ -240,8 +246,8 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Pipeline pipeline;
 
   // On the device.
-  DeviceMemory memory, forward_memory;  // `memory` is that of OwnTensors
-  std::array<AnyView<2>, 2> hidden;     // the embedding and the layers' outputs, in turn
+  DeviceMemory memory, forward_memory, score_memory;  // `memory` is that of OwnTensors
+  std::array<AnyView<2>, 2> hidden;                   // the embedding and the layers' outputs, in turn
 
   // On the host.
   std::array<std::vector<SlotSampling>, kLogitsBuffers> sent;  // what `settings` hold
