@@ -146,17 +146,22 @@ inline std::string to_string(const AttentionPlan& p) {
 /// Blocks that the plan expects on an SM. Heads above 128 elements take so many registers that one block fits.
 constexpr int decode_blocks_per_sm(int padded_head_dim) { return padded_head_dim > 128 ? 1 : 2; }
 
+/// The most keys that a query sees. As Dims::seen(), but constexpr, so that plans are checked when they are compiled.
+constexpr std::int64_t most_keys(const ops::Attention::Dims& d) {
+  return d.window ? std::min(d.max_kv_len, d.window.sinks + d.window.keys) : d.max_kv_len;
+}
+
 /// The query heads of a GQA tile: one in small caches, where each query head loads keys by itself. The float32 kernel
 /// has one head a block.
 constexpr int gqa_heads_of(const Arch& arch, const ops::Attention::Dims& d, DType activation) {
-  const bool together = activation != DType::f32 && d.seen() * d.head_dim > arch.tuning->unshared_elements;
+  const bool together = activation != DType::f32 && most_keys(d) * d.head_dim > arch.tuning->unshared_elements;
   return together ? gqa_tile_heads(int(d.heads / d.kv_heads)) : 1;
 }
 
 /// The most splits of a GQA tile's keys. Where an SM holds two blocks, a cluster of kMaxGqaSplits blocks fits half of a
 /// GPC's SMs.
 constexpr int most_splits(const Arch& arch, const ops::Attention::Dims& d, int gqa_heads) {
-  const bool many = gqa_heads > 1 && d.seen() > arch.tuning->few_splits_entries &&
+  const bool many = gqa_heads > 1 && most_keys(d) > arch.tuning->few_splits_entries &&
                     decode_blocks_per_sm(padded_head_dim(d.head_dim)) > 1;
   return many ? std::min(kMaxGqaSplits, arch.largest_cluster_blocks) : std::min(kMaxSplits, arch.max_cluster_blocks);
 }
