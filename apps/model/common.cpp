@@ -19,12 +19,15 @@ namespace cf::apps {
 namespace {
 
 cpu_ref::Model::Options cpu_options(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
-  return {
-      .slots = slots, .capacity = capacity, .chunk = o.chunk_tokens(), .activation = o.activation.value_or(DType::f32)};
+  return {.slots = slots,
+          .capacity = capacity,
+          .chunk = o.chunk_tokens(),
+          .activation = o.activation.value_or(DType::f32),
+          .invariant = o.invariant};
 }
 
 DeviceModelOptions device_options(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
-  return {.slots = slots, .capacity = capacity, .chunk = o.chunk_tokens(), .impl = o.impl};
+  return {.slots = slots, .capacity = capacity, .chunk = o.chunk_tokens(), .impl = o.impl, .invariant = o.invariant};
 }
 
 }  // namespace
@@ -62,6 +65,8 @@ void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
              "Activations, float32 when left out; float64 is the oracle (cpu)");
   line.integer("--chunk", o.chunk, {1, most_chunk},
                "Tokens of a prompt that go through the model at once, 512 when left out, on a GPU 2048");
+  line.flag("--invariant", o.invariant,
+            "Give a token the same bits whatever else is in its step: its chunk, its neighbours, the number of slots");
   line.integer("--threads", o.threads, {1, kMostThreads}, "Threads (cpu)");
 }
 

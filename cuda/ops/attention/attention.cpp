@@ -66,6 +66,8 @@ Result<AttentionPlan> plan_attention_decode(const Target& target, const ops::Att
 
 Result<FloatAttentionPlan> plan_attention_f32(const Target& target, const ops::Attention::Args& a) {
   CF_TRY(check(a));
+  // The number of splits depends on the step's queries.
+  if (target.arch.tuning->is_invariant()) return FloatAttentionPlan{.splits = 1};
   return FloatAttentionPlan{.splits = attention_plan(target.arch, ops::Attention::dims(a), DType::f32).splits};
 }
 
