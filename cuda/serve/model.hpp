@@ -71,6 +71,11 @@ class Model final : public ModelRunner {
   /// chunk of a prompt waits until the device has taken the ids of the chunk before. Whoever asks for rows of what
   /// decodes gets steps of one token from then on.
   Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
+  /// The head and the scores are made on the device, for a few hundred rows at a time; one copy brings all answers to
+  /// the host. A row's score does not depend on how many others there are. With a visitor, or for more than 64 likely
+  /// ids, all rows' logits go to the host.
+  Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
+                                      const ScoreRequest& request) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override;

@@ -2,6 +2,7 @@
 // What a model on a GPU holds, and how its calls share it. Private to cuda/serve.
 //   model.cpp          creation
 //   model_prompts.cpp  prompts, chunk by chunk
+//   model_score.cpp    log-probabilities of given ids
 //   model_steps.cpp    steps of all slots
 //   model_choices.cpp  the next ids, and why there is none
 //   pipeline.hpp       which steps run before they are asked for, and where the logits lie
@@ -137,6 +138,9 @@ struct Model::State final : PipelineDevice, OwnTensors {
   /// The parts of a step: a prompt, and what decodes.
   Status read(const StepPart& prompt, bool own, bool on_device);
   Status decode(std::span<const StepPart> parts, bool on_device);
+  /// Reads a prompt whose last rows a call of score() asks for.
+  class ScoreCall;
+  Status score(const StepPart& part, ScoreCall& call);
   /// Copies the logits of slots to rows, one each.
   Status copy_logits(std::span<const std::int64_t> slots, std::span<const AnyView<2>> rows, bool on_device);
 
@@ -198,7 +202,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Pipeline pipeline;
 
   // On the device.
-  DeviceMemory memory, forward_memory;  // `memory` is that of OwnTensors
+  DeviceMemory memory, forward_memory, score_memory;  // `memory` is that of OwnTensors
   std::array<AnyView<2>, 2> hidden;     // the embedding and the layers' outputs, in turn
 
   // On the host.

@@ -9,6 +9,8 @@ constexpr std::string_view kName = ops::Attention::name;
 
 /// What no kernel takes.
 Status check(const ops::Attention::Args& a) {
+  CF_TRY(check_cache(a));
+  CF_TRY(check_equal_runs(a));
   const std::int64_t head_dim = a.q.shape[2];
   CF_TRY(check_multiple_of_8(kName, "head_dim", head_dim));
   if (head_dim > kMaxHeadDim)
