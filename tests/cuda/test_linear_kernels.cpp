@@ -9,7 +9,7 @@
 
 #include "cuda/ops/linear/linear.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
-#include "cuda/ops/step_classes.hpp"
+#include "cuda/step/classes.hpp"
 #include "tests/support/catch.hpp"
 
 using namespace cf;
