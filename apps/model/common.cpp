@@ -54,6 +54,8 @@ void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
   line.choice("--backend,--device", o.backend, {"cpu", "cuda"}, "What runs the model");
   line.choice("--impl", o.impl, {"auto", "unfused", "graph", "split", "layer", "persistent"},
               "How a step of all slots is launched, auto for the fastest that takes it (cuda)");
+  line.flag("--invariant", o.invariant,
+            "Give a token the same bits whatever else is in its step: its chunk, its neighbours, the number of slots");
   line.check([&line, &o](Faults& faults) {
     for (const char* option : {"--activation", "--threads"})
       if (o.cuda() && line.given(option)) faults.add(fmt::format("{}: expected with --backend cpu", option));
@@ -65,8 +67,6 @@ void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
              "Activations, float32 when left out; float64 is the oracle (cpu)");
   line.integer("--chunk", o.chunk, {1, most_chunk},
                "Tokens of a prompt that go through the model at once, 512 when left out, on a GPU 2048");
-  line.flag("--invariant", o.invariant,
-            "Give a token the same bits whatever else is in its step: its chunk, its neighbours, the number of slots");
   line.integer("--threads", o.threads, {1, kMostThreads}, "Threads (cpu)");
 }
 

@@ -35,8 +35,8 @@ struct ModelOptions {
   std::int64_t chunk_tokens() const { return chunk.value_or(cuda() ? 2048 : 512); }
 };
 
-/// Declares --model, --preset, --dtype, --quant, --group, --weights-seed, --backend and --impl; with `runs`
-/// --activation, --chunk, --invariant and --threads, too. Refuses options of the other backend, and a backend that is not there.
+/// Declares --model, --preset, --dtype, --quant, --group, --weights-seed, --backend, --impl and --invariant; with `runs`
+/// --activation, --chunk and --threads, too. Refuses options of the other backend, and a backend that is not there.
 void declare_model(CommandLine& line, ModelOptions& o, bool runs = true);
 
 /// What the options say beside each other.
