@@ -36,6 +36,18 @@ bool is_quantised(const ModelSpec& m, const ModelWeights& w) {
   return found;
 }
 
+/// Refuses options that no kernel is there for yet.
+Status check_has_kernels(const Model::Options& o) {
+  const auto refuse = [](std::string_view option, const std::string& takes, const std::string& got) {
+    return Status::error(Code::unimplemented, std::string(kModelName) + ": " + std::string(option) + ": cuda takes " +
+                                                  takes + ", got " + got);
+  };
+  if (o.invariant) return refuse("invariant", "models whose bits depend on a step's size", "invariant");
+  if (o.window > 0 || o.sinks > 0) return refuse("window", "sequences that see all keys", std::to_string(o.window));
+  if (o.pages > 0) return refuse("pages", "a cache with memory for each slot", std::to_string(o.pages));
+  return {};
+}
+
 std::int64_t most_tokens(const Model::Options& o) { return std::max(o.slots, std::min(o.chunk, o.capacity)); }
 
 /// The bytes from one to the next of a prompt's ids, positions and length in their block. Tensors begin at multiples of
@@ -119,6 +131,7 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   CF_TRY(check_model_weights(spec, host));
   constexpr std::int64_t most = std::int64_t(1) << 26;
   CF_TRY(check_sizes({{"slots", o.slots, kMaxSlots}, {"capacity", o.capacity, most}, {"chunk", o.chunk, most}}));
+  CF_TRY(check_has_kernels(o));
   CF_TRY(check_memory(name, spec, host, o));
 
   CF_TRY_ASSIGN(Stream stream, make_stream());

@@ -30,6 +30,10 @@ class Model final : public ModelRunner {
     std::int64_t chunk = 2048;     // tokens that a prefill takes through the model at once
     std::optional<Impl> impl{};    // of steps; auto_impl() where it is empty
     bool in_place = false;         // whether the weights lie on the device and are read there, without a copy
+    /// As cpu_ref::Model::Options has them; Code::unimplemented for now.
+    bool invariant = false;
+    std::int64_t window = 0, sinks = 0;
+    std::int64_t pages = 0, page_entries = 64;
   };
 
   /// The fastest impl for steps of so many slots on a GPU of this kind, by its measured bounds.
