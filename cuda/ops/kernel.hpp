@@ -15,6 +15,7 @@
 #include "core/status.hpp"
 #include "cuda/runtime/arch.hpp"
 #include "cuda/runtime/launch_list.hpp"
+#include "cuda/runtime/refusals.hpp"
 
 namespace cf::cuda {
 
@@ -41,6 +42,34 @@ struct Kernel {
   /// to a faster one behind it in the list (not_taken()). Code::unimplemented: the kernel has no code for this call.
   Result<Planned> (*plan)(const Target&, const Args&);
 };
+
+/// For the plan of a kernel that takes one contiguous cache of all keys: refuses pages, a window that leaves keys out,
+/// a stream's ring, and queries of their own for its sinks.
+template <class Args>
+Status check_cache(const Args& args) {
+  const auto refuse = [](const std::string& takes, const std::string& got) {
+    return Status::error(Code::unimplemented, std::string(Args::Op::name) + ": cuda takes " + takes + ", got " + got);
+  };
+  if constexpr (requires { args.page_table; })
+    if (args.page_table) return refuse("a contiguous cache", "pages");
+  if constexpr (requires { args.q_sinks; })
+    if (args.q_sinks) return refuse("queries for all keys alike", "q_sinks");
+  if constexpr (requires { args.window; }) {
+    std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    if constexpr (requires { args.max_kv_len; }) most = args.max_kv_len;
+    if (args.window && args.window.keys < most)
+      return refuse("a cache of all keys", "a window of " + std::to_string(args.window.keys));
+  }
+  return {};
+}
+
+/// For the plan of a kernel that takes as many rows of each sequence, in order: leaves runs to others. choose() gives
+/// such a kernel the groups of a call's runs one by one.
+template <class Args>
+Status check_equal_runs(const Args& args) {
+  if (args.runs.empty()) return {};
+  return not_taken("as many rows of each sequence", std::to_string(args.runs.size()) + " runs");
+}
 
 /// A kernel made of a function that plans and one that launches. `plan_of`(target, args) returns a Result<Plan>;
 /// `launch`(args, plan, launches) adds the launches; to_string(plan) prints the plan.
@@ -95,8 +124,7 @@ Result<Choice> choose_from(std::span<const Kernel<Args>> kernels, const Target& 
 #include "core/ops/ops.def"
 #undef CF_OP
 
-/// The choices for a call of runs, one for each group of equal ones: the kernels take one q_len for all. The choice for
-/// a lone group is that group's own.
+/// The choices for a call of runs, one for each group of equal ones. The choice for a lone group is that group's own.
 template <class Args>
 Result<Choice> choose_for_groups(const Target& target, const Args& args) {
   std::vector<Choice> groups;
@@ -118,31 +146,17 @@ Result<Choice> choose_for_groups(const Target& target, const Args& args) {
   return Choice{.kernel = "one for each group of runs", .planned = {{}, text, prepare}, .passed_over = {}};
 }
 
-/// Refuses what no kernel takes of a cache: pages, a window that leaves keys out, and a stream's ring and sinks.
-template <class Args>
-Status check_cache(const Args& args) {
-  const auto refuse = [](const std::string& takes, const std::string& got) {
-    return Status::error(Code::unimplemented, std::string(Args::Op::name) + ": cuda takes " + takes + ", got " + got);
-  };
-  if constexpr (requires { args.page_table; })
-    if (args.page_table) return refuse("a contiguous cache", "pages");
-  if constexpr (requires { args.q_sinks; })
-    if (args.q_sinks) return refuse("queries for all keys alike", "q_sinks");
-  if constexpr (requires { args.window; }) {
-    std::int64_t most = std::numeric_limits<std::int32_t>::max();
-    if constexpr (requires { args.max_kv_len; }) most = args.max_kv_len;
-    if (args.window && args.window.keys < most)
-      return refuse("a cache of all keys", "a window of " + std::to_string(args.window.keys));
-  }
-  return {};
-}
-
-/// Chooses a kernel for a call that the op's check() took.
+/// Chooses a kernel for a call that the op's check() took. Runs that differ go to one kernel where there is one that
+/// takes them all, else to a kernel for each group.
 template <class Args>
 Result<Choice> choose(const Target& target, const Args& args) {
-  CF_TRY(check_cache(args));
-  if constexpr (requires { args.runs; })
+  if constexpr (requires { args.runs; }) {
+    if (differ(args.runs)) {
+      Result<Choice> all = choose_from(kernels_of(args), target, args);
+      if (all || all.status().code() != Code::unimplemented) return all;
+    }
     if (!args.runs.empty()) return choose_for_groups(target, args);
+  }
   return choose_from(kernels_of(args), target, args);
 }
 

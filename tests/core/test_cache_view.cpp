@@ -7,6 +7,7 @@
 #include "core/cache_view.hpp"
 #include "core/tensor.hpp"
 #include "core/tensor_spec.hpp"
+#include "cuda/ops/any_cache.hpp"
 #include "tests/support/catch.hpp"
 
 using namespace cf;
@@ -102,6 +103,52 @@ TEST_CASE("Rows of a cache lie one behind the other", "[cache]") {
       for (std::int64_t i = 0; i < rows.count; ++i)
         CHECK(rows.first + i * cache.head_dim() == cache.entry(1, 1, first + i));
     }
+}
+
+TEST_CASE("The kernels' one view says what the view of each kind of cache says", "[cache]") {
+  const std::int64_t sequences = 3, heads = 2, head_dim = 8, pages = 7;
+  const std::vector<std::int32_t> table{4, 0, 6, 1, 2, 5};
+  for (const bool in_pages : {false, true})
+    for (const KeyWindow stream : {KeyWindow{}, KeyWindow{.keys = 3}, KeyWindow{.keys = 3, .sinks = 2}}) {
+      const Tensor t(DType::f16, {in_pages ? pages : sequences, heads, in_pages ? 4 : 9, head_dim});
+      const ConstAnyView<4> storage = t.view<4>();
+      const View<const std::int32_t, 2> of_pages =
+          in_pages ? View<const std::int32_t, 2>{table.data(), {sequences, 2}} : View<const std::int32_t, 2>{};
+      const cuda::AnyCacheView any(storage, of_pages, stream);
+      CAPTURE(in_pages, stream.keys, stream.sinks);
+      CHECK(any.in_pages() == in_pages);
+      CHECK(any.is_stream() == bool(stream));
+      with_cache_view(storage, of_pages, stream, [&](const auto& view) {
+        CHECK(any.capacity() == view.capacity());
+        CHECK(any.heads() == view.heads());
+        CHECK(any.head_dim() == view.head_dim());
+        CHECK(any.head_stride() == view.head_stride());
+        const std::int64_t entries = stream ? 4 * view.capacity() : view.capacity();
+        for (std::int64_t s = 0; s < sequences; ++s)
+          for (std::int64_t h = 0; h < heads; ++h)
+            for (std::int64_t e = 0; e < entries; ++e) {
+              const std::int64_t at = view.entry(s, h, e);
+              CHECK(any.entry(s, h, e) == at);
+              CHECK(any.in_units_of(4).entry(s, h, e) * 4 == at);
+              const auto [matrix, row] = any.matrix_row(s, h, e);
+              CHECK((matrix * any.matrix_rows() + row) * head_dim == at);
+              CHECK((matrix >= 0 && matrix < any.matrices(t.shape()[0])));
+              for (std::int64_t n : {1, 2, 5, 20}) {
+                const CacheRows got = any.rows(s, h, e, n), expected = view.rows(s, h, e, n);
+                CHECK(got.first == expected.first);
+                CHECK(got.count == expected.count);
+              }
+            }
+        for (int length : {INT32_MIN, -1, 0, 1, 2, 7, 8, 9, 10, 1000, INT32_MAX})
+          for (int count : {1, 3})
+            for (int nth = 0; nth < count; ++nth) {
+              CHECK(any.visible_entries(length, count, nth) == view.visible_entries(length, count, nth));
+              CHECK(any.appended_entry(length, count, nth) == view.appended_entry(length, count, nth));
+            }
+      });
+    }
+  for (std::int64_t taken : {64, 128, 192, 1024}) CHECK(cuda::is_page_size(taken));
+  for (std::int64_t refused : {-64, 0, 1, 16, 65, 1088, 2048}) CHECK_FALSE(cuda::is_page_size(refused));
 }
 
 TEST_CASE("A large cache's entries are beyond 32 bits", "[cache]") {

@@ -5,6 +5,8 @@
 namespace cf::cuda {
 
 Result<TokenPlan> plan_kv_append(const Target&, const ops::KvAppend::Args& a) {
+  CF_TRY(check_cache(a));
+  CF_TRY(check_equal_runs(a));
   const auto d = ops::KvAppend::dims(a);
   CF_TRY(check_multiple_of_8(ops::KvAppend::name, "head_dim", d.head_dim));
   return token_plan(d.kv_heads * d.head_dim * std::int64_t(size_bytes(a.k.dtype)) / 16);

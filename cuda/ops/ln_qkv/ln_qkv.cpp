@@ -14,6 +14,8 @@ Status too_wide(std::string_view op, std::int64_t hidden) {
 
 template <class Args>
 Status check(const Args& a) {
+  CF_TRY(check_cache(a));
+  CF_TRY(check_equal_runs(a));
   const auto d = Args::Op::dims(a);
   CF_TRY(check_multiple_of_8(Args::Op::name, "hidden", d.hidden));
   return check_multiple_of_8(Args::Op::name, "head_dim", d.head_dim);

@@ -8,6 +8,8 @@ namespace {
 template <class Args>
 Result<RopePlan> plan_of(const Target& target, const Args& a) {
   constexpr std::string_view name = Args::Op::name;
+  CF_TRY(check_cache(a));
+  if constexpr (requires { a.runs; }) CF_TRY(check_equal_runs(a));
   const auto d = Args::Op::dims(a);
   CF_TRY(check_multiple_of_8(name, "head_dim", d.head_dim));
   CF_TRY(check_activation(name, a.qkv.dtype));
