@@ -66,6 +66,8 @@ void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
   line.choice("--backend,--device", o.backend, {"cpu", "cuda"}, "What runs the model");
   line.choice("--impl", o.impl, {"auto", "unfused", "graph", "split", "layer", "persistent"},
               "How a step of all slots is launched, auto for the fastest that takes it (cuda)");
+  line.flag("--invariant", o.invariant,
+            "Give a token the same bits whatever else is in its step: its chunk, its neighbours, the number of slots");
   line.check([&line, &o](Faults& faults) {
     for (const char* option : {"--activation", "--threads"})
       if (o.cuda() && line.given(option)) faults.add(fmt::format("{}: expected with --backend cpu", option));
@@ -99,7 +101,6 @@ void declare_serving(CommandLine& line, ModelOptions& o) {
   line.integer("--step-tokens", o.step_tokens, {0, kMaxCapacity},
                "Tokens of a step: those of all running sequences, and pieces of prompts beside them; 0 reads each "
                "prompt whole");
-  line.flag("--invariant", o.invariant, "Give each sequence the same bits, whatever else is in its steps");
   line.needs("--page-entries", "--pages");
   line.needs("--share-prefixes", "--pages");
 }

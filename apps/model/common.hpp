@@ -43,15 +43,14 @@ struct ModelOptions {
   std::int64_t chunk_tokens() const { return chunk.value_or(cuda() ? 2048 : 512); }
 };
 
-/// Declares --model, --preset, --dtype, --quant, --group, --weights-seed, --backend and --impl; with `runs`
+/// Declares --model, --preset, --dtype, --quant, --group, --weights-seed, --backend, --impl and --invariant; with `runs`
 /// --activation, --chunk and --threads, too. Refuses options of the other backend, and a backend that is not there.
 void declare_model(CommandLine& line, ModelOptions& o, bool runs = true);
 
 /// Declares --window and --sinks, for which every sequence is a stream.
 void declare_stream(CommandLine& line, ModelOptions& o);
 
-/// Declares what many sequences at once are served by: --pages, --page-entries, --share-prefixes, --step-tokens and
-/// --invariant.
+/// Declares what many sequences at once are served by: --pages, --page-entries, --share-prefixes and --step-tokens.
 void declare_serving(CommandLine& line, ModelOptions& o);
 
 /// Declares how ids are drawn, but for the repetition penalty. Whoever declares them gives `top_k` to the sampling.

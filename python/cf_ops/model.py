@@ -546,8 +546,8 @@ def load(
     long prompt does not stop the others. 0 reads each prompt whole, in a step of its own. None is what the model prefers:
     whole prompts, or with `invariant` as many tokens as go through it at once.
 
-    invariant: whether a sequence's bits are the same whatever else is in its steps and however its prompt is divided. For
-    float32.
+    invariant: whether a sequence's bits are the same whatever else is in its steps and however its prompt is divided. On
+    the CPU for float32.
 
     progress: whether stderr shows how far a preset's weights are made, by tqdm where that is installed; None where it is
     a terminal. The weights of a checkpoint are mapped, which takes no time to speak of.
