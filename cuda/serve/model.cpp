@@ -209,6 +209,14 @@ std::int64_t Model::preferred_step_tokens() const {
   constexpr std::int64_t of_prompts = 448;
   return slots() == 1 ? 0 : std::min(slots() + of_prompts, pass_tokens());
 }
+bool Model::runs_ahead(std::span<const Run> runs, std::span<const std::int32_t> ids) const {
+  std::vector<Token> tokens;
+  for (const Run& r : runs) {
+    if (r.count != 1) return false;
+    tokens.push_back({.slot = r.sequence, .id = ids[tokens.size()], .position = r.first_position});
+  }
+  return state_->pipeline.foresees(tokens);
+}
 DType Model::activation() const { return state_->workspace.activation(); }
 std::int64_t Model::length(std::int64_t slot) const { return state_->pipeline.lengths()[slot]; }
 Impl Model::impl() const { return state_->impl; }

@@ -66,6 +66,7 @@ class Model final : public ModelRunner {
   std::int64_t pass_tokens() const override;
   /// A token of each slot and 448 of prompts, as far as a pass has room for them. A lone slot's prompts are read whole.
   std::int64_t preferred_step_tokens() const override;
+  bool runs_ahead(std::span<const Run> runs, std::span<const std::int32_t> ids) const override;
   Impl impl() const;
   /// What create() took.
   const ModelBytes& bytes() const;
