@@ -303,6 +303,17 @@ TEST_CASE("cf-model bench reports every configuration as table, JSON and CSV", "
   const double one = report["results"][1]["decode_bytes"], two = report["results"][5]["decode_bytes"];
   CHECK(two > one);
   CHECK(two < 1.1 * one);
+  // Whoever waits for a prompt that joins waits no longer than it takes to its first id.
+  const BenchRun joined =
+      run_bench("--preset pythia-14m --prompt-len 4 --new-tokens 1 --slots 2-3 --runs 2 --joiner-len 30");
+  CHECK(joined.out.find("stall ms") != std::string::npos);
+  CHECK(joined.report["joiner_len"] == 30);
+  CHECK(joined.report["capacity"] == 4 + 30 + 8);
+  REQUIRE(joined.report["results"].size() == 2);
+  for (const Json& row : joined.report["results"]) {
+    CHECK(double(row["stall_ms"]) > 0);
+    CHECK(double(row["joiner_ttft_ms"]) > 0);
+  }
 }
 
 TEST_CASE("cf-model info says what a model is and takes", "[cf_model]") {
@@ -373,7 +384,7 @@ TEST_CASE("cf-model refuses bad input in one line", "[cf_model]") {
   check_refusal("generate " + model_dir + "--prompt-ids 1 --temperature x", "--temperature: expected a number");
   check_refusal("generate " + model_dir + "--prompt-ids 1 --top-p 0.5", "top_p");
   check_refusal("generate " + model_dir + "--prompt-ids 1 --stop 1,x", "--stop");
-  check_refusal("generate " + model_dir + "--prompt-ids 1 --slots 65", "--slots: expected 1 to 64");
+  check_refusal("generate " + model_dir + "--prompt-ids 1 --slots 1025", "--slots: expected 1 to 1024");
   check_refusal("generate --preset pythia-12b --prompt-ids 1 --slots 64 --capacity 1000000", "of memory that are free");
   check_refusal("generate --model /nowhere --prompt-ids 1", "/nowhere");
   write_file(dir / "bad.npy", "not numpy");
@@ -385,4 +396,6 @@ TEST_CASE("cf-model refuses bad input in one line", "[cf_model]") {
   check_refusal("eval " + model_dir + "--tokens '" + (dir / "big.npy") + "' --context 8 --stride 9",
                 "--stride: expected");
   check_refusal("bench --preset pythia-14m --slots 0", "--slots");
+  check_refusal("bench --preset pythia-14m --slots 1,4 --joiner-len 8",
+                "--slots: expected at least 2 with --joiner-len, got '1'");
 }
