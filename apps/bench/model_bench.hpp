@@ -33,6 +33,9 @@ struct ModelTiming {
   double percent_of_read() const;
 };
 
+/// Ids that spread over the vocabulary, the same for the same slot.
+std::vector<std::int32_t> prompt_of(std::int64_t length, std::int64_t slot, std::int64_t vocab_size);
+
 /// The bytes that a pass of q_len tokens a slot must move, and its flops. Each weight counts once, of the embedding the
 /// tokens' rows alone. The head makes `logit_rows` rows of logits.
 Cost pass_cost(const ModelSpec& m, const ModelWeights& w, const Workload& load, std::int64_t logit_rows,

@@ -5,6 +5,7 @@
 
 #include "apps/bench/model_bench.hpp"
 #include "apps/bench/report_file.hpp"
+#include "apps/bench/score_bench.hpp"
 #include "apps/cli/program.hpp"
 #include "apps/cli/sweep.hpp"
 #include "apps/cli/table.hpp"
@@ -16,28 +17,21 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-struct Row {
-  std::string impl;  // of a GPU's steps; empty on the CPU
-  ModelLoad load;
-  ModelTiming timing;
-};
-
-/// A row's figures by the names of JSON and CSV.
-Json fields(const Row& r) {
-  const ModelTiming& t = r.timing;
+/// A row's figures by the names of JSON and CSV. `impl` is that of a GPU's steps, empty on the CPU.
+Json fields(const std::string& impl, const ModelLoad& load, const ModelTiming& t) {
   const double total_s = t.total_ms.median * 1e-3;
   Json j = Json::object();
-  if (!r.impl.empty()) j["impl"] = r.impl;
-  j.update({{"prompt_len", r.load.prompt_len},
-            {"new_tokens", r.load.new_tokens},
-            {"slots", r.load.slots},
+  if (!impl.empty()) j["impl"] = impl;
+  j.update({{"prompt_len", load.prompt_len},
+            {"new_tokens", load.new_tokens},
+            {"slots", load.slots},
             {"ttft_ms", t.first_token_ms.median},
             {"tpot_ms", t.time_per_token_ms},
             {"inter_token_p50_ms", t.token_ms.median},
             {"inter_token_p90_ms", t.inter_token_p90_ms},
             {"inter_token_p99_ms", t.token_ms.p99},
             {"total_ms", t.total_ms.median},
-            {"tokens_per_s", t.tokens_per_s(r.load)},
+            {"tokens_per_s", t.tokens_per_s(load)},
             {"gflop", (t.prompt.flops + t.steps.flops) * 1e-9},
             {"tflop_per_s", (t.prompt.flops + t.steps.flops) * 1e-12 / total_s},
             {"prefill_tflop_per_s", t.prompt.flops * 1e-9 / t.first_token_ms.median},
@@ -46,6 +40,56 @@ Json fields(const Row& r) {
             {"decode_percent_of_read", t.percent_of_read()}});
   return j;
 }
+
+/// The same of scores.
+Json fields(std::int64_t slots, const ScoreLoad& load, const ScoreTiming& t) {
+  return {{"prompt_len", load.prompt_len},
+          {"scored", load.scored},
+          {"slots", slots},
+          {"texts", load.texts},
+          {"score_ms", t.score_ms.median},
+          {"prefill_ms", t.prefill_ms.median},
+          {"score_ids_per_s", t.score_ids_per_s(load)},
+          {"prefill_ids_per_s", t.prefill_ids_per_s(load)},
+          {"percent_of_prefill", t.percent_of_prefill()}};
+}
+
+/// A column of the table: what it shows of a row's figures.
+struct Column {
+  const char *header, *key;
+  int digits = 0;
+};
+
+std::vector<Column> columns_of(bool scores, bool has_impl) {
+  if (scores)
+    return {{"prompt", "prompt_len"},
+            {"scored", "scored"},
+            {"slots", "slots"},
+            {"texts", "texts"},
+            {"score ms", "score_ms", 2},
+            {"prefill ms", "prefill_ms", 2},
+            {"score ids/s", "score_ids_per_s"},
+            {"prefill ids/s", "prefill_ids_per_s"},
+            {"% of prefill", "percent_of_prefill", 1}};
+  std::vector<Column> columns{{"prompt", "prompt_len"},
+                              {"new", "new_tokens"},
+                              {"slots", "slots"},
+                              {"TTFT ms", "ttft_ms", 2},
+                              {"TPOT ms", "tpot_ms", 3},
+                              {"p50 ms", "inter_token_p50_ms", 3},
+                              {"p90 ms", "inter_token_p90_ms", 3},
+                              {"p99 ms", "inter_token_p99_ms", 3},
+                              {"total ms", "total_ms", 1},
+                              {"tokens/s", "tokens_per_s", 1},
+                              {"GFLOP", "gflop", 2},
+                              {"TFLOP/s", "tflop_per_s", 4},
+                              {"% of read", "decode_percent_of_read", 1}};
+  if (has_impl) columns.insert(columns.begin(), {"impl", "impl"});
+  return columns;
+}
+
+/// The ids that the texts of a run have in all, where their number is not given.
+constexpr std::int64_t kScoredIds = 8192;
 
 }  // namespace
 
@@ -56,6 +100,13 @@ Bench::Bench(CommandLine& line) {
             "Ids of a prompt: numbers and ranges, such as 16,128,512. Caches have room for the longest", "LIST");
   line.text("--new-tokens", new_tokens_, "New tokens of a prompt: numbers and ranges", "LIST");
   line.text("--slots", slots_, "Prompts that decode at once: numbers and ranges", "LIST");
+  line.text(
+      "--score", scored_,
+      "Time log-probabilities of given ids in place of new tokens, beside a prefill of the same ids: how many of a "
+      "text's last ids are scored. A text is a prompt and one more id. Numbers and ranges",
+      "LIST");
+  line.integer("--texts", texts_, {1, 1 << 20},
+               fmt::format("With --score: texts; when left out about {} ids of them", kScoredIds));
   line.integer("--runs", runs_, {1, 1'000'000}, "Timed runs of each configuration; when left out 3, on a GPU 5");
   line.integer("--warmup", warmup_, {0, 1'000'000}, "Runs before the timed ones; when left out 1, on a GPU 2");
   line.group("Output");
@@ -64,6 +115,10 @@ Bench::Bench(CommandLine& line) {
   line.example("One and four prompts at once",
                "cf-model bench --preset pythia-14m --slots 1,4 --new-tokens 8 --runs 1");
   line.example("A prompt of 1024 ids on a GPU", "cf-model bench --preset pythia-2.8b --prompt-len 1024 --device cuda");
+  line.example("The log-probabilities of a hundred texts' last 16 ids",
+               "cf-model bench --preset pythia-14m --prompt-len 64 --score 16 --texts 100 --runs 1");
+  line.needs("--texts", "--score");
+  line.excludes("--score", "--new-tokens");
   line.check([this](Faults& faults) {
     const auto take = [&](const char* option, const std::string& text, std::int64_t most,
                           std::vector<std::int64_t>& to) {
@@ -74,26 +129,33 @@ Bench::Bench(CommandLine& line) {
     take("--prompt-len", prompt_lens_, kMaxCapacity / 2, prompts_);
     take("--new-tokens", new_tokens_, kMaxCapacity / 2, outputs_);
     take("--slots", slots_, kMaxSlots, batches_);
+    if (scored_.empty()) return;
+    outputs_.clear();
+    take("--score", scored_, kMaxCapacity / 2, outputs_);
+    if (prompts_.empty() || outputs_.empty()) return;
+    const std::int64_t shortest = *std::ranges::min_element(prompts_), most = *std::ranges::max_element(outputs_);
+    if (most > shortest)
+      faults.expected("--score", fmt::format("at most the {} ids of the shortest prompt", shortest),
+                      std::to_string(most));
   });
 }
 
 int Bench::run(const std::string& command) {
-  const std::int64_t capacity =
-      *std::max_element(prompts_.begin(), prompts_.end()) + *std::max_element(outputs_.begin(), outputs_.end()) - 1;
-  std::vector<std::string> headers{"prompt", "new",      "slots",    "TTFT ms", "TPOT ms", "p50 ms",   "p90 ms",
-                                   "p99 ms", "total ms", "tokens/s", "GFLOP",   "TFLOP/s", "% of read"};
-  if (model_.cuda()) headers.insert(headers.begin(), "impl");
+  const bool scores = !scored_.empty();
+  const std::int64_t longest = *std::max_element(prompts_.begin(), prompts_.end());
+  const std::int64_t capacity = scores ? longest : longest + *std::max_element(outputs_.begin(), outputs_.end()) - 1;
+  const std::vector<Column> columns = columns_of(scores, model_.cuda());
+  std::vector<std::string> headers;
+  for (const Column& c : columns) headers.push_back(c.header);
   Table table(headers);
   const std::int64_t runs = runs_.value_or(model_.cuda() ? 5 : 3), warmup = warmup_.value_or(model_.cuda() ? 2 : 1);
   Result<RunningModel> running = load_for(model_, *std::max_element(batches_.begin(), batches_.end()), capacity);
   if (!running) return fail(running.status());
   const checkpoint::LoadedModel& loaded = running->loaded;
   DType activation = DType::f32;
-  std::vector<Row> rows;
+  std::vector<Json> rows;
   const auto write_files = [&](bool complete) -> Status {
     CF_TRY(write_report(json_, complete, [&] {
-      Json results = Json::array();
-      for (const Row& r : rows) results.push_back(fields(r));
       Json report = {
           {"program", "cf-model bench"}, {"version", CF_VERSION}, {"commit", commit()}, {"command", command}};
       add_machine(report, model_, *running, activation);
@@ -106,13 +168,12 @@ int Bench::run(const std::string& command) {
       report["warmup"] = warmup;
       report["capacity"] = capacity;  // entries of a slot's cache, in all configurations
       report["complete"] = complete;
-      report["results"] = std::move(results);
+      report["results"] = rows;
       return report.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
     }));
     return write_report(csv_, complete, [&] {
       std::string text;
-      for (const Row& r : rows) {
-        const Json row = fields(r);
+      for (const Json& row : rows) {
         if (text.empty())
           for (const auto& [key, value] : row.items()) text += (text.empty() ? "" : ",") + key;
         std::string line;
@@ -134,38 +195,38 @@ int Bench::run(const std::string& command) {
     if (const Status s = start_model(model_, slots, capacity, *running); !s) return fail(s);
     // The device holds the weights from here on.
     if (running->device && i + 1 == batches_.size()) running->loaded.drop_values();
-    Decoder decoder(std::move(running->model));
-    activation = decoder.activation();
+    activation = running->model->activation();
+    const std::shared_ptr<SlotLease> lease = SlotLease::of_all(std::move(running->model));
+    Decoder decoder(lease);
+    const auto time = [&](std::int64_t prompt_len, std::int64_t n, const std::function<void()>& done) -> Result<Json> {
+      if (scores) {
+        const std::int64_t texts = texts_.value_or(std::max(slots, (kScoredIds + prompt_len - 1) / prompt_len));
+        const ScoreLoad load{.prompt_len = prompt_len, .scored = n, .texts = texts};
+        CF_TRY_ASSIGN(const ScoreTiming timed, time_scores(lease, load, runs, warmup, done));
+        return fields(slots, load, timed);
+      }
+      const ModelLoad load{prompt_len, n, slots};
+      CF_TRY_ASSIGN(const ModelTiming timed, time_model(decoder, loaded.weights, load, runs, warmup, read_rate, done));
+      return fields(running->impl, load, timed);
+    };
     for (std::int64_t prompt_len : prompts_)
-      for (std::int64_t new_tokens : outputs_) {
-        Row row{.impl = running->impl, .load = {prompt_len, new_tokens, slots}, .timing = {}};
+      for (std::int64_t n : outputs_) {
         {
           std::int64_t done = 0;
-          Progress progress(fmt::format("prompt {}, {} new, {} slots", prompt_len, new_tokens, slots), warmup + runs);
-          Result<ModelTiming> timed =
-              time_model(decoder, loaded.weights, row.load, runs, warmup, read_rate, [&] { progress.set(++done); });
+          Progress progress(fmt::format("prompt {}, {} {}, {} slots", prompt_len, n, scores ? "scored" : "new", slots),
+                            warmup + runs);
+          Result<Json> timed = time(prompt_len, n, [&] { progress.set(++done); });
           if (!timed) return fail(timed.status());
           if (const Status s = loaded.check_files(); !s) return fail(s);
-          row.timing = std::move(*timed);
+          rows.push_back(std::move(*timed));
         }
-        const Json f = fields(row);
-        const auto cell = [&](const char* key, int digits) { return fmt::format("{:.{}f}", double(f[key]), digits); };
-        std::vector<std::string> cells{std::to_string(prompt_len),
-                                       std::to_string(new_tokens),
-                                       std::to_string(slots),
-                                       cell("ttft_ms", 2),
-                                       cell("tpot_ms", 3),
-                                       cell("inter_token_p50_ms", 3),
-                                       cell("inter_token_p90_ms", 3),
-                                       cell("inter_token_p99_ms", 3),
-                                       cell("total_ms", 1),
-                                       cell("tokens_per_s", 1),
-                                       cell("gflop", 2),
-                                       cell("tflop_per_s", 4),
-                                       cell("decode_percent_of_read", 1)};
-        if (!row.impl.empty()) cells.insert(cells.begin(), row.impl);
+        std::vector<std::string> cells;
+        for (const Column& c : columns) {
+          const Json& value = rows.back()[c.key];
+          cells.push_back(value.is_string() ? value.get<std::string>()
+                                            : fmt::format("{:.{}f}", value.get<double>(), c.digits));
+        }
         table.add(cells);
-        rows.push_back(std::move(row));
         if (const Status s = write_files(false); !s) return fail(s);
       }
   }

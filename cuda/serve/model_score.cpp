@@ -171,6 +171,12 @@ Status Model::State::score(const StepPart& part, ScoreCall& call) {
   return {};
 }
 
+ScoreSizes Model::score_sizes(std::int64_t top) const {
+  constexpr std::int64_t piece = 512;
+  // On the device more rows take memory for their answers alone. Without a break the host is waited for less often.
+  return {.piece = piece, .rows = top > kMostLikely ? piece : 8192};
+}
+
 Result<std::vector<RowScore>> Model::score(std::span<const Run> runs, std::span<const std::int32_t> ids,
                                            const ScoreRequest& request) {
   State& s = *state_;

@@ -290,7 +290,7 @@ TEST_CASE("Prompts that cannot be scored are refused before any is read", "[scor
   CHECK(fault({{{4, 5}, 0}}, "first: expected 1 to 1") == "");
   CHECK(fault({{Ids(66, 1), 1}},
               "score: prompt 0: expected at most 65 ids, one more than the cache's capacity, got 66") == "");
-  CHECK(fault({good}, "score: piece: expected at least 1, got 0", {.piece = 0}) == "");
+  CHECK(fault({good}, "score: piece: expected at least 0, got -1", {.piece = -1}) == "");
   CHECK(fault({good}, "score: top: expected 0 to 19, got 20", {.top = 20}) == "");
   CHECK(message_of(Scorer::create(slots, {{Ids(65, 1), 1}}).status()) == "");
 
