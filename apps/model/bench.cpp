@@ -18,7 +18,8 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 /// A row's figures by the names of JSON and CSV. `impl` is that of a GPU's steps, empty on the CPU.
-Json fields(const std::string& impl, const ModelLoad& load, const ModelTiming& t) {
+Json fields(const std::string& impl, const ModelLoad& load, const ModelTiming& t,
+            const std::optional<JoinerTiming>& joiner) {
   const double total_s = t.total_ms.median * 1e-3;
   Json j = Json::object();
   if (!impl.empty()) j["impl"] = impl;
@@ -38,6 +39,10 @@ Json fields(const std::string& impl, const ModelLoad& load, const ModelTiming& t
             {"decode_bytes", t.steps.bytes},
             {"read_best_gb_per_s", t.best_read() * 1e-9},
             {"decode_percent_of_read", t.percent_of_read()}});
+  if (joiner) {
+    j["stall_ms"] = joiner->stall_ms.median;
+    j["joiner_ttft_ms"] = joiner->first_token_ms.median;
+  }
   return j;
 }
 
@@ -60,7 +65,7 @@ struct Column {
   int digits = 0;
 };
 
-std::vector<Column> columns_of(bool scores, bool has_impl) {
+std::vector<Column> columns_of(bool scores, bool has_impl, bool has_joiner) {
   if (scores)
     return {{"prompt", "prompt_len"},
             {"scored", "scored"},
@@ -85,6 +90,7 @@ std::vector<Column> columns_of(bool scores, bool has_impl) {
                               {"TFLOP/s", "tflop_per_s", 4},
                               {"% of read", "decode_percent_of_read", 1}};
   if (has_impl) columns.insert(columns.begin(), {"impl", "impl"});
+  if (has_joiner) columns.insert(columns.end(), {{"stall ms", "stall_ms", 2}, {"joiner TTFT ms", "joiner_ttft_ms", 2}});
   return columns;
 }
 
@@ -115,10 +121,12 @@ Bench::Bench(CommandLine& line) {
   line.example("One and four prompts at once",
                "cf-model bench --preset pythia-14m --slots 1,4 --new-tokens 8 --runs 1");
   line.example("A prompt of 1024 ids on a GPU", "cf-model bench --preset pythia-2.8b --prompt-len 1024 --device cuda");
+  line.example("How long a prompt of 2048 ids stops seven running sequences",
+               "cf-model bench --preset pythia-2.8b --slots 8 --new-tokens 1 --joiner-len 2048 --device cuda");
   line.example("The log-probabilities of a hundred texts' last 16 ids",
                "cf-model bench --preset pythia-14m --prompt-len 64 --score 16 --texts 100 --runs 1");
   line.needs("--texts", "--score");
-  line.excludes("--score", "--new-tokens");
+  for (const char* option : {"--new-tokens", "--joiner-len"}) line.excludes("--score", option);
   line.check([this](Faults& faults) {
     const auto take = [&](const char* option, const std::string& text, std::int64_t most,
                           std::vector<std::int64_t>& to) {
@@ -129,11 +137,13 @@ Bench::Bench(CommandLine& line) {
     take("--prompt-len", prompt_lens_, kMaxCapacity / 2, prompts_);
     take("--new-tokens", new_tokens_, kMaxCapacity / 2, outputs_);
     take("--slots", slots_, kMaxSlots, batches_);
+    if (joiner_len_ && !batches_.empty() && std::ranges::min(batches_) == 1)
+      faults.expected("--slots", "at least 2 with --joiner-len", "1");
     if (scored_.empty()) return;
     outputs_.clear();
     take("--score", scored_, kMaxCapacity / 2, outputs_);
     if (prompts_.empty() || outputs_.empty()) return;
-    const std::int64_t shortest = *std::ranges::min_element(prompts_), most = *std::ranges::max_element(outputs_);
+    const std::int64_t shortest = std::ranges::min(prompts_), most = std::ranges::max(outputs_);
     if (most > shortest)
       faults.expected("--score", fmt::format("at most the {} ids of the shortest prompt", shortest),
                       std::to_string(most));
@@ -142,9 +152,12 @@ Bench::Bench(CommandLine& line) {
 
 int Bench::run(const std::string& command) {
   const bool scores = !scored_.empty();
-  const std::int64_t longest = *std::max_element(prompts_.begin(), prompts_.end());
-  const std::int64_t capacity = scores ? longest : longest + *std::max_element(outputs_.begin(), outputs_.end()) - 1;
-  const std::vector<Column> columns = columns_of(scores, model_.cuda());
+  const std::int64_t longest = std::ranges::max(prompts_);
+  // Whoever decodes while a prompt joins gets a token for each piece of it, which may be one id.
+  const std::int64_t capacity = scores ? longest
+                                       : std::max(longest + std::ranges::max(outputs_) - 1,
+                                                  joiner_len_ ? longest + *joiner_len_ + 2 * kStepsBesideJoiner : 0);
+  const std::vector<Column> columns = columns_of(scores, model_.cuda(), joiner_len_.has_value());
   std::vector<std::string> headers;
   for (const Column& c : columns) headers.push_back(c.header);
   Table table(headers);
@@ -167,6 +180,7 @@ int Bench::run(const std::string& command) {
       report["runs"] = runs;
       report["warmup"] = warmup;
       report["capacity"] = capacity;  // entries of a slot's cache, in all configurations
+      if (joiner_len_) report["joiner_len"] = *joiner_len_;
       report["complete"] = complete;
       report["results"] = rows;
       return report.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
@@ -207,14 +221,18 @@ int Bench::run(const std::string& command) {
       }
       const ModelLoad load{prompt_len, n, slots};
       CF_TRY_ASSIGN(const ModelTiming timed, time_model(decoder, loaded.weights, load, runs, warmup, read_rate, done));
-      return fields(running->impl, load, timed);
+      std::optional<JoinerTiming> joiner;
+      if (joiner_len_) {
+        CF_TRY_ASSIGN(joiner, time_joiner(decoder, load, *joiner_len_, runs, warmup, done));
+      }
+      return fields(running->impl, load, timed, joiner);
     };
     for (std::int64_t prompt_len : prompts_)
       for (std::int64_t n : outputs_) {
         {
           std::int64_t done = 0;
           Progress progress(fmt::format("prompt {}, {} {}, {} slots", prompt_len, n, scores ? "scored" : "new", slots),
-                            warmup + runs);
+                            (warmup + runs) * (joiner_len_ ? 2 : 1));
           Result<Json> timed = time(prompt_len, n, [&] { progress.set(++done); });
           if (!timed) return fail(timed.status());
           if (const Status s = loaded.check_files(); !s) return fail(s);

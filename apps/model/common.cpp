@@ -19,12 +19,15 @@ namespace cf::apps {
 namespace {
 
 cpu_ref::Model::Options cpu_options(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
-  return {
-      .slots = slots, .capacity = capacity, .chunk = o.chunk_tokens(), .activation = o.activation.value_or(DType::f32)};
+  return {.slots = slots,
+          .capacity = capacity,
+          .chunk = o.chunk_tokens(),
+          .activation = o.activation.value_or(DType::f32),
+          .invariant = o.invariant};
 }
 
 DeviceModelOptions device_options(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
-  return {.slots = slots, .capacity = capacity, .chunk = o.chunk_tokens(), .impl = o.impl};
+  return {.slots = slots, .capacity = capacity, .chunk = o.chunk_tokens(), .impl = o.impl, .invariant = o.invariant};
 }
 
 }  // namespace
@@ -51,6 +54,8 @@ void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
   line.choice("--backend,--device", o.backend, {"cpu", "cuda"}, "What runs the model");
   line.choice("--impl", o.impl, {"auto", "unfused", "graph", "split", "layer", "persistent"},
               "How a step of all slots is launched, auto for the fastest that takes it (cuda)");
+  line.flag("--invariant", o.invariant,
+            "Give a token the same bits whatever else is in its step: its chunk, its neighbours, the number of slots");
   line.check([&line, &o](Faults& faults) {
     for (const char* option : {"--activation", "--threads"})
       if (o.cuda() && line.given(option)) faults.add(fmt::format("{}: expected with --backend cpu", option));

@@ -28,13 +28,14 @@ struct ModelOptions {
   std::optional<DType> activation;  // the CPU's; a GPU's is the weights' dtype
   std::int64_t threads = 1;
   std::optional<std::int64_t> chunk;
+  bool invariant = false;
 
   bool cuda() const { return backend == "cuda"; }
   /// Every chunk reads all weights. A larger one takes more memory for activations.
   std::int64_t chunk_tokens() const { return chunk.value_or(cuda() ? 2048 : 512); }
 };
 
-/// Declares --model, --preset, --dtype, --quant, --group, --weights-seed, --backend and --impl; with `runs`
+/// Declares --model, --preset, --dtype, --quant, --group, --weights-seed, --backend, --impl and --invariant; with `runs`
 /// --activation, --chunk and --threads, too. Refuses options of the other backend, and a backend that is not there.
 void declare_model(CommandLine& line, ModelOptions& o, bool runs = true);
 

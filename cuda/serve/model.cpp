@@ -109,10 +109,10 @@ ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const O
   OwnTensors own;
   Arena arena(nullptr);
   own.place(arena, m, dtype, o);
-  return {
-      .weights = o.in_place ? 0 : double(weight_bytes(m, weights)),
-      .cache = KvCache::bytes(m, dtype, o.slots, o.capacity),
-      .workspace = arena.measured() + Workspace::bytes(m, dtype, most_tokens(o), o.capacity, is_quantised(m, weights))};
+  return {.weights = o.in_place ? 0 : double(weight_bytes(m, weights)),
+          .cache = KvCache::bytes(m, dtype, o.slots, o.capacity),
+          .workspace = arena.measured() +
+                       Workspace::bytes(m, dtype, most_tokens(o), o.capacity, is_quantised(m, weights), o.invariant)};
 }
 
 Status Model::check_memory(const std::string& name, const ModelSpec& m, const ModelWeights& weights, const Options& o) {
@@ -132,12 +132,16 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   CF_TRY(check_model_weights(spec, host));
   constexpr std::int64_t most = std::int64_t(1) << 26;
   CF_TRY(check_sizes({{"slots", o.slots, kMaxSlots}, {"capacity", o.capacity, most}, {"chunk", o.chunk, most}}));
+  if (o.invariant && o.impl && *o.impl != Impl::graph && *o.impl != Impl::unfused)
+    return bad_argument(kModelName,
+                        "invariant: expected the impl graph or unfused, got " + std::string(to_string(*o.impl)));
   CF_TRY(check_memory(name, spec, host, o));
 
   CF_TRY_ASSIGN(Stream stream, make_stream());
   Context context = on.on_stream(stream.get());
   // The weights do not change while a model runs: whoever writes those in place calls run_after().
   context.set_overlap(true);
+  if (o.invariant) context.set_plan_arch(invariant_arch(context.arch()));
   const DType dtype = dtype_of_weights(host);
   const auto make_weights = o.in_place ? &ResidentWeights::in_place : &ResidentWeights::load;
   CF_TRY_ASSIGN(ResidentWeights weights, make_weights(context, spec, dtype, host));

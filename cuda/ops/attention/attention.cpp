@@ -1,5 +1,6 @@
 #include "cuda/ops/attention/attention.hpp"
 
+#include "cuda/ops/any_cache.hpp"
 #include "cuda/runtime/refusals.hpp"
 
 namespace cf::cuda {
@@ -8,15 +9,35 @@ namespace {
 constexpr std::string_view kName = ops::Attention::name;
 
 /// What no kernel takes.
-Status check(const ops::Attention::Args& a) {
-  CF_TRY(check_cache(a));
-  CF_TRY(check_equal_runs(a));
+Status check_sizes(const ops::Attention::Args& a) {
   const std::int64_t head_dim = a.q.shape[2];
   CF_TRY(check_multiple_of_8(kName, "head_dim", head_dim));
   if (head_dim > kMaxHeadDim)
     return Status::error(Code::unimplemented, "attention: cuda takes head_dim up to " + std::to_string(kMaxHeadDim) +
                                                   ", got " + std::to_string(head_dim));
   return check_activation(kName, a.q.dtype);
+}
+
+/// What no kernel takes that has as many queries of each sequence, and one contiguous cache of all keys.
+Status check(const ops::Attention::Args& a) {
+  CF_TRY(check_cache(a));
+  CF_TRY(check_equal_runs(a));
+  return check_sizes(a);
+}
+
+Status check_page_size(const ops::Attention::Args& a) {
+  const std::int64_t entries = page_sizes(a).page_entries;
+  if (!a.page_table || is_page_size(entries)) return {};
+  return Status::error(Code::unimplemented, "attention: cuda takes pages of a multiple of " +
+                                                std::to_string(kPageUnit) + " entries up to " +
+                                                std::to_string(kMostPageEntries) + ", got " + std::to_string(entries));
+}
+
+/// What the decode kernels leave to none: they take a cache of any kind.
+Status check_decode(const ops::Attention::Args& a) {
+  CF_TRY(check_equal_runs(a));
+  CF_TRY(check_sizes(a));
+  return check_page_size(a);
 }
 
 Status check_16_bits(const ops::Attention::Args& a) {
@@ -61,13 +82,16 @@ Result<PrefillPlan> plan_attention_prefill(const Target& target, const ops::Atte
 }
 
 Result<AttentionPlan> plan_attention_decode(const Target& target, const ops::Attention::Args& a) {
-  CF_TRY(check(a));
+  CF_TRY(check_decode(a));
   CF_TRY(check_16_bits(a));
+  if (target.arch.tuning->is_invariant()) return not_taken("classes of step sizes", "one class");
   return attention_plan(target.arch, ops::Attention::dims(a), a.q.dtype);
 }
 
 Result<FloatAttentionPlan> plan_attention_f32(const Target& target, const ops::Attention::Args& a) {
-  CF_TRY(check(a));
+  CF_TRY(check_decode(a));
+  // The number of splits depends on the step's queries.
+  if (target.arch.tuning->is_invariant()) return FloatAttentionPlan{.splits = 1};
   return FloatAttentionPlan{.splits = attention_plan(target.arch, ops::Attention::dims(a), DType::f32).splits};
 }
 
