@@ -106,6 +106,9 @@ Bench::Bench(CommandLine& line) {
             "Ids of a prompt: numbers and ranges, such as 16,128,512. Caches have room for the longest", "LIST");
   line.text("--new-tokens", new_tokens_, "New tokens of a prompt: numbers and ranges", "LIST");
   line.text("--slots", slots_, "Prompts that decode at once: numbers and ranges", "LIST");
+  line.integer("--joiner-len", joiner_len_, {1, kMaxCapacity / 2},
+               "Ids of a prompt that joins while the other slots decode: the table has how long these wait for it at "
+               "most, and its time to the first id");
   line.text(
       "--score", scored_,
       "Time log-probabilities of given ids in place of new tokens, beside a prefill of the same ids: how many of a "
