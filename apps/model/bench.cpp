@@ -118,6 +118,7 @@ Bench::Bench(CommandLine& line) {
                fmt::format("With --score: texts; when left out about {} ids of them", kScoredIds));
   line.integer("--runs", runs_, {1, 1'000'000}, "Timed runs of each configuration; when left out 3, on a GPU 5");
   line.integer("--warmup", warmup_, {0, 1'000'000}, "Runs before the timed ones; when left out 1, on a GPU 2");
+  declare_serving(line, model_);
   line.group("Output");
   line.output("--json", json_, "Write everything as JSON, anew after each configuration");
   line.output("--csv", csv_, "Write a row for each configuration as CSV, anew after each one");
@@ -214,7 +215,7 @@ int Bench::run(const std::string& command) {
     if (running->device && i + 1 == batches_.size()) running->loaded.drop_values();
     activation = running->model->activation();
     const std::shared_ptr<SlotLease> lease = SlotLease::of_all(std::move(running->model));
-    Decoder decoder(lease);
+    Decoder decoder(lease, decoder_options(model_));
     const auto time = [&](std::int64_t prompt_len, std::int64_t n, const std::function<void()>& done) -> Result<Json> {
       if (scores) {
         const std::int64_t texts = texts_.value_or(std::max(slots, (kScoredIds + prompt_len - 1) / prompt_len));
