@@ -15,8 +15,15 @@ namespace cf::apps {
 namespace {
 
 Result<cuda::Model::Options> model_options(const DeviceModelOptions& o) {
-  cuda::Model::Options options{
-      .slots = o.slots, .capacity = o.capacity, .chunk = o.chunk, .impl = {}, .invariant = o.invariant};
+  cuda::Model::Options options{.slots = o.slots,
+                               .capacity = o.capacity,
+                               .chunk = o.chunk,
+                               .impl = {},
+                               .invariant = o.invariant,
+                               .window = o.window,
+                               .sinks = o.sinks,
+                               .pages = o.pages,
+                               .page_entries = o.page_entries};
   if (o.impl == "auto") return options;
   options.impl = cuda::impl_from_string(o.impl);
   if (!options.impl)

@@ -17,7 +17,10 @@ namespace cf::apps {
 struct DeviceModelOptions {
   std::int64_t slots = 1, capacity = 2048, chunk = 2048;
   std::string impl = "auto";  // of steps: the name of a cuda::Impl, or auto for the fastest that takes them
-  bool invariant = false;     // whether a token's bits are the same whatever else is in its step
+  // As cuda::Model::Options has them.
+  bool invariant = false;
+  std::int64_t window = 0, sinks = 0;
+  std::int64_t pages = 0, page_entries = 64;
 };
 
 /// What a model takes of a device, and how its steps run.
