@@ -199,9 +199,9 @@ struct Model::State final : PipelineDevice, OwnTensors {
   /// Several parts of a step: running tokens, and prompts beside them.
   Status read_together(std::vector<StepPart> running, std::span<const StepPart> prompts, bool own, bool on_device);
 
-  /// Reads a prompt whose last rows a call of score() asks for.
+  /// Reads prompts whose last rows a call of score() asks for: several pass by pass, a lone one chunk by chunk.
   class ScoreCall;
-  Status score(const StepPart& part, ScoreCall& call);
+  Status score(std::span<const StepPart> prompts, ScoreCall& call);
   /// Copies the logits of slots to rows, one each.
   Status copy_logits(std::span<const std::int64_t> slots, std::span<const AnyView<2>> rows, bool on_device);
 
