@@ -62,7 +62,7 @@ OP_TEST_CASE("On the GPU a launch appends up to 256 runs of any counts", "[gpu][
     for (const ModelConfig& model : models())
       for (std::int64_t count : {2, 3, 65, 256, 257, 300})
         for (std::int64_t most : {1, 4}) {
-          if (activation == DType::f32 && count != 65) continue;
+          if (count != 65 && (activation == DType::f32 || most != 1 + 3 * (count % 2))) continue;
           const Setup s = runs_of(model, activation, count, most);
           INFO(TestType::name << ": " << describe(s) << ", runs " << count);
           cuda::Context c = context();
