@@ -15,6 +15,15 @@
 
 namespace cf {
 
+/// Why a row has no log-probabilities: its logit `id` is NaN or +infinity; or it is -infinity, as all others are.
+inline Status refused_logit(std::int64_t id, double logit) {
+  if (logit == -std::numeric_limits<double>::infinity())
+    return Status::error(Code::invalid_argument, "every logit is -infinity, expected a finite one");
+  return Status::error(Code::invalid_argument, "logits[" + std::to_string(id) + "] is " +
+                                                   (std::isnan(logit) ? "NaN" : "infinity") +
+                                                   ", expected a number below infinity");
+}
+
 /// The log-probabilities of a row of logits l (vocab), float or double:
 ///   log p(i) = (l[i] - m) - log(s),   m = max(l),   s = sum over j of exp(l[j] - m)
 /// `s` is summed in eight parts: part k has the terms of j = k, k + 8, ... in this order. Equal logits give equal bits.
@@ -66,13 +75,10 @@ class LogProbs {
   explicit LogProbs(std::span<const Real> logits) : logits_(logits) {}
 
   static Status fault_of(std::span<const Real> logits) {
-    for (std::size_t i = 0; i < logits.size(); ++i) {
-      if (logits[i] < std::numeric_limits<Real>::infinity()) continue;
-      return Status::error(Code::invalid_argument, "logits[" + std::to_string(i) + "] is " +
-                                                       (std::isnan(logits[i]) ? "NaN" : "infinity") +
-                                                       ", expected a number below infinity");
-    }
-    return Status::error(Code::invalid_argument, "every logit is -infinity, expected a finite one");
+    for (std::size_t i = 0; i < logits.size(); ++i)
+      if (!(logits[i] < std::numeric_limits<Real>::infinity()))
+        return refused_logit(std::int64_t(i), double(logits[i]));
+    return refused_logit(0, -std::numeric_limits<double>::infinity());
   }
 
   std::span<const Real> logits_;

@@ -103,12 +103,53 @@ Result<ModelTiming> time_model(Decoder& decoder, const ModelWeights& weights, co
     timing.inter_token_p90_ms = percentile(token_ms, 0.9);
     timing.time_per_token_ms = (timing.total_ms.median - timing.first_token_ms.median) / double(load.new_tokens - 1);
   }
-  // Prompts go through the model one after the other.
+  // The flops are the same where several prompts share a pass.
   for (std::int64_t slot = 0; slot < load.slots; ++slot)
     timing.prompt += pass_cost(m, weights, {1, load.prompt_len, load.prompt_len, 0}, 1, activation);
   for (std::int64_t i = 1; i < load.new_tokens; ++i)
     timing.steps += pass_cost(m, weights, {load.slots, 1, load.prompt_len + i, 0}, load.slots, activation);
   return timing;
+}
+
+Result<JoinerTiming> time_joiner(Decoder& decoder, const ModelLoad& load, std::int64_t joiner_len, std::int64_t runs,
+                                 std::int64_t warmup, const std::function<void()>& done) {
+  const std::int64_t vocab = decoder.model().shape.vocab_size;
+  std::vector<double> stall_ms, first_ms;
+  for (std::int64_t run = -warmup; run < runs; ++run) {
+    std::vector<Decoder::Sequence> sequences;
+    const auto add = [&](std::int64_t length) -> Status {
+      CF_TRY_ASSIGN(const Decoder::Sequence s,
+                    decoder.add(prompt_of(length, std::int64_t(sequences.size()), vocab), {}));
+      sequences.push_back(s);
+      return {};
+    };
+    while (std::int64_t(sequences.size()) + 1 < load.slots) CF_TRY(add(load.prompt_len));
+    CF_TRY(decoder.prefill().status());
+    CF_TRY(decoder.decode(kStepsBesideJoiner).status());
+    CF_TRY(add(joiner_len));
+    const Clock::time_point start = Clock::now();
+    Clock::time_point last = start;
+    double stall = 0;
+    for (bool joined = false; !joined;) {
+      CF_TRY(decoder.decode(1).status());
+      const Clock::time_point now = Clock::now();
+      stall = std::max(stall, milliseconds(now - last));
+      last = now;
+      CF_TRY(decoder.status(sequences.back()));
+      CF_TRY_ASSIGN(const std::vector<std::int32_t> ids, decoder.ids(sequences.back()));
+      joined = !ids.empty();
+    }
+    CF_TRY(decoder.decode(kStepsBesideJoiner).status());
+    for (Decoder::Sequence s : sequences) {
+      CF_TRY(decoder.status(s));
+      CF_TRY(decoder.drop(s));
+    }
+    done();
+    if (run < 0) continue;
+    stall_ms.push_back(stall);
+    first_ms.push_back(milliseconds(last - start));
+  }
+  return JoinerTiming{spread(stall_ms), spread(first_ms)};
 }
 
 }  // namespace cf::apps

@@ -33,6 +33,15 @@ struct ModelTiming {
   double percent_of_read() const;
 };
 
+/// A prompt that joins sequences which decode: how long these wait for it.
+struct JoinerTiming {
+  Spread stall_ms;        // over the runs: the longest time between two steps of the others until its first id
+  Spread first_token_ms;  // over the runs: from the prompt to its first id
+};
+
+/// The steps that the others make before a prompt joins them and behind its first id.
+inline constexpr std::int64_t kStepsBesideJoiner = 4;
+
 /// The bytes that a pass of q_len tokens a slot must move, and its flops. Each weight counts once, of the embedding the
 /// tokens' rows alone. The head makes `logit_rows` rows of logits.
 Cost pass_cost(const ModelSpec& m, const ModelWeights& w, const Workload& load, std::int64_t logit_rows,
@@ -46,5 +55,11 @@ double weights_read_rate(const ModelSpec& m, const ModelWeights& weights);
 Result<ModelTiming> time_model(Decoder& decoder, const ModelWeights& weights, const ModelLoad& load, std::int64_t runs,
                                std::int64_t warmup, const std::function<Result<double>()>& read_rate,
                                const std::function<void()>& done);
+
+/// Times a prompt of `joiner_len` ids that comes while load.slots - 1 sequences decode, behind prompts of
+/// load.prompt_len ids. Calls `done` after each run. The cache has entries for both prompts in one slot, and for
+/// 2 * kStepsBesideJoiner tokens.
+Result<JoinerTiming> time_joiner(Decoder& decoder, const ModelLoad& load, std::int64_t joiner_len, std::int64_t runs,
+                                 std::int64_t warmup, const std::function<void()>& done);
 
 }  // namespace cf::apps

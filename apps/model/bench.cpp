@@ -20,6 +20,7 @@ struct Row {
   std::string impl;  // of a GPU's steps; empty on the CPU
   ModelLoad load;
   ModelTiming timing;
+  std::optional<JoinerTiming> joiner{};
 };
 
 /// A row's figures by the names of JSON and CSV.
@@ -44,6 +45,10 @@ Json fields(const Row& r) {
             {"decode_bytes", t.steps.bytes},
             {"read_best_gb_per_s", t.best_read() * 1e-9},
             {"decode_percent_of_read", t.percent_of_read()}});
+  if (r.joiner) {
+    j["stall_ms"] = r.joiner->stall_ms.median;
+    j["joiner_ttft_ms"] = r.joiner->first_token_ms.median;
+  }
   return j;
 }
 
@@ -56,6 +61,9 @@ Bench::Bench(CommandLine& line) {
             "Ids of a prompt: numbers and ranges, such as 16,128,512. Caches have room for the longest", "LIST");
   line.text("--new-tokens", new_tokens_, "New tokens of a prompt: numbers and ranges", "LIST");
   line.text("--slots", slots_, "Prompts that decode at once: numbers and ranges", "LIST");
+  line.integer("--joiner-len", joiner_len_, {1, kMaxCapacity / 2},
+               "Ids of a prompt that joins while the other slots decode: the table has how long these wait for it at "
+               "most, and its time to the first id");
   line.integer("--runs", runs_, {1, 1'000'000}, "Timed runs of each configuration; when left out 3, on a GPU 5");
   line.integer("--warmup", warmup_, {0, 1'000'000}, "Runs before the timed ones; when left out 1, on a GPU 2");
   line.group("Output");
@@ -64,6 +72,8 @@ Bench::Bench(CommandLine& line) {
   line.example("One and four prompts at once",
                "cf-model bench --preset pythia-14m --slots 1,4 --new-tokens 8 --runs 1");
   line.example("A prompt of 1024 ids on a GPU", "cf-model bench --preset pythia-2.8b --prompt-len 1024 --device cuda");
+  line.example("How long a prompt of 2048 ids stops seven running sequences",
+               "cf-model bench --preset pythia-2.8b --slots 8 --new-tokens 1 --joiner-len 2048 --device cuda");
   line.check([this](Faults& faults) {
     const auto take = [&](const char* option, const std::string& text, std::int64_t most,
                           std::vector<std::int64_t>& to) {
@@ -74,15 +84,20 @@ Bench::Bench(CommandLine& line) {
     take("--prompt-len", prompt_lens_, kMaxCapacity / 2, prompts_);
     take("--new-tokens", new_tokens_, kMaxCapacity / 2, outputs_);
     take("--slots", slots_, kMaxSlots, batches_);
+    if (joiner_len_ && !batches_.empty() && std::ranges::min(batches_) == 1)
+      faults.expected("--slots", "at least 2 with --joiner-len", "1");
   });
 }
 
 int Bench::run(const std::string& command) {
-  const std::int64_t capacity =
-      *std::max_element(prompts_.begin(), prompts_.end()) + *std::max_element(outputs_.begin(), outputs_.end()) - 1;
+  const std::int64_t longest = std::ranges::max(prompts_);
+  // Whoever decodes while a prompt joins gets a token for each piece of it, which may be one id.
+  const std::int64_t capacity = std::max(longest + std::ranges::max(outputs_) - 1,
+                                         joiner_len_ ? longest + *joiner_len_ + 2 * kStepsBesideJoiner : 0);
   std::vector<std::string> headers{"prompt", "new",      "slots",    "TTFT ms", "TPOT ms", "p50 ms",   "p90 ms",
                                    "p99 ms", "total ms", "tokens/s", "GFLOP",   "TFLOP/s", "% of read"};
   if (model_.cuda()) headers.insert(headers.begin(), "impl");
+  if (joiner_len_) headers.insert(headers.end(), {"stall ms", "joiner TTFT ms"});
   Table table(headers);
   const std::int64_t runs = runs_.value_or(model_.cuda() ? 5 : 3), warmup = warmup_.value_or(model_.cuda() ? 2 : 1);
   Result<RunningModel> running = load_for(model_, *std::max_element(batches_.begin(), batches_.end()), capacity);
@@ -105,6 +120,7 @@ int Bench::run(const std::string& command) {
       report["runs"] = runs;
       report["warmup"] = warmup;
       report["capacity"] = capacity;  // entries of a slot's cache, in all configurations
+      if (joiner_len_) report["joiner_len"] = *joiner_len_;
       report["complete"] = complete;
       report["results"] = std::move(results);
       return report.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
@@ -141,10 +157,16 @@ int Bench::run(const std::string& command) {
         Row row{.impl = running->impl, .load = {prompt_len, new_tokens, slots}, .timing = {}};
         {
           std::int64_t done = 0;
-          Progress progress(fmt::format("prompt {}, {} new, {} slots", prompt_len, new_tokens, slots), warmup + runs);
-          Result<ModelTiming> timed =
-              time_model(decoder, loaded.weights, row.load, runs, warmup, read_rate, [&] { progress.set(++done); });
+          Progress progress(fmt::format("prompt {}, {} new, {} slots", prompt_len, new_tokens, slots),
+                            (warmup + runs) * (joiner_len_ ? 2 : 1));
+          const auto count = [&] { progress.set(++done); };
+          Result<ModelTiming> timed = time_model(decoder, loaded.weights, row.load, runs, warmup, read_rate, count);
           if (!timed) return fail(timed.status());
+          if (joiner_len_) {
+            Result<JoinerTiming> joined = time_joiner(decoder, row.load, *joiner_len_, runs, warmup, count);
+            if (!joined) return fail(joined.status());
+            row.joiner = *joined;
+          }
           if (const Status s = loaded.check_files(); !s) return fail(s);
           row.timing = std::move(*timed);
         }
@@ -164,6 +186,7 @@ int Bench::run(const std::string& command) {
                                        cell("tflop_per_s", 4),
                                        cell("decode_percent_of_read", 1)};
         if (!row.impl.empty()) cells.insert(cells.begin(), row.impl);
+        if (row.joiner) cells.insert(cells.end(), {cell("stall_ms", 2), cell("joiner_ttft_ms", 2)});
         table.add(cells);
         rows.push_back(std::move(row));
         if (const Status s = write_files(false); !s) return fail(s);

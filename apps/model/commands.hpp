@@ -44,7 +44,8 @@ class Evaluate {
   bool oracle_ = false;
 };
 
-/// Time to first token, time per token and throughput over prompts, outputs and slots.
+/// Time to first token, time per token and throughput over prompts, outputs and slots; how long a prompt that joins
+/// stops the others.
 class Bench {
  public:
   explicit Bench(CommandLine& line);
@@ -53,7 +54,7 @@ class Bench {
  private:
   ModelOptions model_;
   std::string prompt_lens_ = "128", new_tokens_ = "32", slots_ = "1", json_, csv_;
-  std::optional<std::int64_t> runs_, warmup_;
+  std::optional<std::int64_t> runs_, warmup_, joiner_len_;
   std::vector<std::int64_t> prompts_, outputs_, batches_;
 };
 

@@ -64,6 +64,8 @@ struct Decoder::State {
   DType activation;
   EntryLimit limit;
   std::int64_t step_tokens;  // 0: whole prompts
+  std::int64_t pass_tokens;  // of whole prompts that are read together
+  bool whole_alone;          // whether prompts are read whole where no sequence runs
   bool share_prefixes;
   std::map<Sequence, Entry> entries{};
   std::deque<Sequence> waiting{};  // the oldest first; all are younger than those in slots
@@ -76,6 +78,8 @@ struct Decoder::State {
         activation(runner.activation()),
         limit(runner.limit()),
         step_tokens(std::max<std::int64_t>(0, options.step_tokens.value_or(runner.preferred_step_tokens()))),
+        pass_tokens(runner.pass_tokens()),
+        whole_alone(!options.step_tokens && pass_tokens > 0),
         share_prefixes(options.share_prefixes),
         taken(std::size_t(lease->slots())) {}
 
@@ -206,13 +210,16 @@ struct Decoder::State {
     plan.sequences.push_back(sequence);
   }
 
-  /// Adds pieces of prompts to a step, the oldest prompt's first: up to step_tokens in all, or one whole prompt. One is
-  /// begun, and gone on with, where there is room for all that is left of it.
+  /// Adds prompts to a step, the oldest first: pieces up to step_tokens in all, or whole prompts up to pass_tokens, and
+  /// the first one in any case. One is begun, and gone on with, where there is room for all that is left of it.
   Status append_prompts(ModelRunner& runner, Plan& plan) {
-    const std::int64_t most = std::max<std::int64_t>(1, step_tokens - std::int64_t(plan.runs.size()));
+    const bool are_whole = step_tokens == 0 || (whole_alone && plan.runs.empty());
+    const std::int64_t most =
+        are_whole ? pass_tokens : std::max<std::int64_t>(1, step_tokens - std::int64_t(plan.runs.size()));
     for (std::int64_t tokens = 0; const auto& [sequence, e] : entries) {
       if (!e.is_read_now() || !share(runner, sequence)) continue;
       const std::int64_t rest = e.size() - e.read;
+      if (are_whole && tokens > 0 && rest > most - tokens) break;
       std::vector<Run> with_all = plan.runs;
       with_all.push_back({.sequence = (*lease)[e.slot], .first_position = e.read, .count = rest});
       if (Status room = runner.check_room(with_all); !room) {
@@ -220,9 +227,9 @@ struct Decoder::State {
         if (room.code() == Code::out_of_memory && (!plan.runs.empty() || !running().empty())) break;
         return room;
       }
-      append(plan, sequence, step_tokens == 0 ? rest : std::min(rest, most - tokens));
+      append(plan, sequence, are_whole ? rest : std::min(rest, most - tokens));
       tokens += plan.runs.back().count;
-      if (step_tokens == 0 || tokens == most) break;
+      if (tokens >= most) break;
     }
     return {};
   }

@@ -115,8 +115,11 @@ class ModelRunner {
   virtual void release(std::int64_t slot) = 0;
 
   /// The tokens that a decoder gives a step where its user does not say: those of running sequences first, then pieces
-  /// of prompts. 0: each prompt is read whole, in a step of its own.
+  /// of prompts. 0: prompts are read whole, in steps of their own.
   virtual std::int64_t preferred_step_tokens() const { return 0; }
+  /// The tokens that go through the model at once: a decoder reads whole prompts together, up to so many. 0: each is read
+  /// in a step of its own.
+  virtual std::int64_t pass_tokens() const { return 0; }
   /// The entries of a page of the cache, whose pages all slots take from one pool; 0: each slot has entries of its own.
   virtual std::int64_t page_entries() const { return 0; }
   /// Code::out_of_memory where too few pages are free for the entries that run() would write.

@@ -2,11 +2,13 @@
 // A step's runs as a kernel has them. Without CUDA's headers.
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <type_traits>
 #include <vector>
 
 #include "core/host_device.hpp"
 #include "core/row_runs.hpp"
+#include "cuda/runtime/plan_text.hpp"
 
 namespace cf::cuda {
 
@@ -49,6 +51,20 @@ inline std::vector<RunTable> run_tables(RowRuns runs) {
     table.run[table.runs++] = {std::int32_t(r.first_row), std::int32_t(r.sequence), std::int32_t(r.count)};
   }
   return tables;
+}
+
+/// The launches of a call whose kernel takes a table of runs: one for each table, by the same plan.
+template <class Plan>
+struct TableLaunches {
+  Plan plan;
+  std::vector<RunTable> tables;
+};
+
+template <class Plan>
+std::string to_string(const TableLaunches<Plan>& all) {
+  std::int64_t runs = 0;
+  for (const RunTable& table : all.tables) runs += table.runs;
+  return to_string(all.plan) + ", " + plan_text({{runs, "runs"}, {std::int64_t(all.tables.size()), "launches"}});
 }
 
 }  // namespace cf::cuda

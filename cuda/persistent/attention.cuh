@@ -308,12 +308,12 @@ __device__ inline float head_rstd(const PersistentArguments& c, float squares) {
   return rsqrtf(__fdividef(squares, float(c.dims.head_dim)) + c.eps);
 }
 
-/// Waits for q, k and v of a head's new token, normalises q and k where the phase does (HasNorm: where it may), rotates
-/// them by RoPE, rounds them to T and stores all three in the block's shared memory. The block of the split with the
-/// newest key appends k and v to the cache: of GQA tiles that have the same, that of the first GQA tile. A position
-/// outside the RoPE table makes the rotated elements NaN. False where the wait took too long.
-template <class T, bool HasNorm>
-__device__ bool prepare_head(const Block& block, const KeySplit& split, int layer, PhaseSpec phase) {
+/// Waits for q, k and v of a head's new token, with Norms normalises q and k, rotates them by RoPE, rounds them to T and
+/// stores all three in the block's shared memory. The block of the split with the newest key appends k and v to the
+/// cache: of GQA tiles that have the same, that of the first GQA tile. A position outside the RoPE table makes the
+/// rotated elements NaN. False where the wait took too long.
+template <class T, bool Norms>
+__device__ bool prepare_head(const Block& block, const KeySplit& split, int layer) {
   const PersistentArguments& c = block.c;
   const int head_dim = c.dims.head_dim, half = c.dims.half_rotary, d = block.thread();
   static_assert(kConsumerThreads >= kMaxPersistentHeadDim);
@@ -326,9 +326,8 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
                                          qkv + at.k_first + split.kv_head * at.kv_step,
                                          qkv + at.v_first + split.kv_head * at.kv_step};
   const int other = d < half ? d + half : d - half;
-  const bool norms = HasNorm && phase.norms_heads;
   T gamma[2] = {}, partner_gamma[2] = {};  // of q and of k
-  if (norms)
+  if constexpr (Norms)
 #pragma unroll
     for (int of = 0; of < 2; ++of) {
       const T* const weights = reinterpret_cast<const T*>(block.pointers(layer).weights.head_gamma[of]);
@@ -351,7 +350,7 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
     return here;
   });
   float2* const squares = block.at<float2>(c.layout.moments);  // of each warp's elements of q and of k
-  if (norms) {
+  if constexpr (Norms) {
     const auto square = [&](int of) {
       const float x = to_float(T{std::uint16_t(element[of])});
       return warp_sum(x * x);
@@ -361,7 +360,7 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
   }
   block.sync();  // all warps have read the new token of the split before
   float rstd[2] = {};
-  if (norms) {
+  if constexpr (Norms) {
     const float2 of_warp = squares[d % kConsumerWarps];
     rstd[0] = head_rstd(c, warp_sum<kConsumerWarps>(of_warp.x));
     rstd[1] = head_rstd(c, warp_sum<kConsumerWarps>(of_warp.y));
@@ -376,11 +375,11 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
 #pragma unroll
     for (int of = 0; of < 3; ++of) {
       T stored{std::uint16_t(element[of])}, with{std::uint16_t(of < 2 ? partner[of] : 0)};
-      if (of < 2 && norms) {
+      if (Norms && of < 2) {
         stored = normed(stored, rstd[of], gamma[of]);
         with = normed(with, rstd[of], partner_gamma[of]);
       }
-      if (HasNorm && c.taps.qkv_normed && split.split == 0 && (of == 0 || leads_group)) [[unlikely]]
+      if (Norms && c.taps.qkv_normed && split.split == 0 && (of == 0 || leads_group)) [[unlikely]]
         static_cast<T*>(c.taps.qkv_normed)[of_head[of] - c.exchange.qkv + d] = stored;
       if (of < 2 && rotated) {
         float value = to_float(stored), other_value = to_float(with);
@@ -403,10 +402,10 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
 }
 
 /// prepare_head() for a GQA tile of several query heads, which have one k and one v. Each half of a warp takes one row:
-/// a query, k or v. The half normalises a query or k, stores its row in shared memory, rotates a query or k there, and
-/// appends k or v to the cache.
-template <class T, bool HasNorm>
-__device__ bool prepare_tile(const Block& block, const KeySplit& split, int layer, PhaseSpec phase) {
+/// a query, k or v. The half stores its row in shared memory, with Norms a query or k normalised, rotates a query or k
+/// there, and appends k or v to the cache.
+template <class T, bool Norms>
+__device__ bool prepare_tile(const Block& block, const KeySplit& split, int layer) {
   constexpr int lanes = 16, at_once = kMaxGqaHeadDim / (4 * lanes);
   static_assert((kMaxGqaHeads + 2) * lanes <= kConsumerThreads);
   const PersistentArguments& c = block.c;
@@ -421,9 +420,8 @@ __device__ bool prepare_tile(const Block& block, const KeySplit& split, int laye
   const unsigned epoch = block.epoch(layer);
   const auto column = [&](int u) { return (u * lanes + lane) * 4; };
   const auto in_row = [&](int u) { return has_row && column(u) < head_dim; };
-  const bool norms = HasNorm && phase.norms_heads;
   uint2 gamma[at_once] = {};
-  if (norms) {
+  if constexpr (Norms) {
     const T* const weights = reinterpret_cast<const T*>(block.pointers(layer).weights.head_gamma[is_query ? 0 : 1]);
 #pragma unroll
     for (int u = 0; u < at_once; ++u)
@@ -439,7 +437,7 @@ __device__ bool prepare_tile(const Block& block, const KeySplit& split, int laye
 
   T* const to = block.at<T>(c.layout.new_token) + (is_query ? row * stride : heads * stride + is_value * head_dim);
   const auto pair = [](unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); };
-  if (norms) {
+  if constexpr (Norms) {
     const auto element = [](unsigned word) { return T{std::uint16_t(word)}; };
     float squares = 0;
 #pragma unroll
@@ -462,7 +460,7 @@ __device__ bool prepare_tile(const Block& block, const KeySplit& split, int laye
     if (in_row(u)) *reinterpret_cast<uint2*>(to + column(u)) = {pair(four[u].x, four[u].y), pair(four[u].z, four[u].w)};
   __syncwarp();
   const bool stores_taps = has_row && split.split == 0 && (is_query || split.leads_group(c));
-  if (T* const tap = static_cast<T*>(c.taps.qkv_normed); HasNorm && tap && stores_taps) [[unlikely]] {
+  if (T* const tap = static_cast<T*>(c.taps.qkv_normed); Norms && tap && stores_taps) [[unlikely]] {
 #pragma unroll 1
     for (int d = lane; d < head_dim; d += lanes) tap[from - c.exchange.qkv + d] = to[d];
   }

@@ -580,11 +580,19 @@ class ConsumerWarps {
 
   /// The calling thread's lane. It is computed anew for each tile, since registers are scarce.
   static __device__ int tile_lane() { return thread_index() % 32; }
+  /// Makes q, k and v of the split's new token ready. Norms of heads have code of their own: a family without them would
+  /// run past their instructions for every split, which misses the instruction cache.
   __device__ bool prepare(const KeySplit& split, PhaseSpec phase) const {
+    if (Code::head_norm && phase.norms_heads) [[unlikely]]
+      return prepare<Code::head_norm>(split);
+    return prepare<false>(split);
+  }
+  template <bool Norms>
+  __device__ bool prepare(const KeySplit& split) const {
     if constexpr (Grouped)
-      return prepare_tile<T, Code::head_norm>(block, split, layer, phase);
+      return prepare_tile<T, Norms>(block, split, layer);
     else
-      return prepare_head<T, Code::head_norm>(block, split, layer, phase);
+      return prepare_head<T, Norms>(block, split, layer);
   }
   template <class Tile>
   __device__ bool attend(PhaseSpec phase) {

@@ -36,40 +36,53 @@ bool is_quantised(const ModelSpec& m, const ModelWeights& w) {
   return found;
 }
 
-std::int64_t most_tokens(const Model::Options& o) { return std::max(o.slots, std::min(o.chunk, o.capacity)); }
+/// The tokens that go through the model at once, at most: a chunk, as far as all slots have room for one, or a token of
+/// each slot.
+std::int64_t most_tokens(const Model::Options& o) {
+  const bool fills_chunk = o.slots >= o.chunk || o.capacity >= o.chunk;
+  return std::max(o.slots, fills_chunk ? o.chunk : std::min(o.chunk, o.slots * o.capacity));
+}
 
-/// The bytes from one to the next of a prompt's ids, positions and length in their block. Tensors begin at multiples of
-/// 16 bytes.
-std::int64_t prompt_stride(const Model::Options& o) { return (most_tokens(o) + 3) / 4 * 4; }
+/// Words that begin at a multiple of 16 bytes, as tensors do, and so do those behind them.
+std::int64_t whole_words(std::int64_t words) { return (words + 3) / 4 * 4; }
+
+/// The words of a pass in their block: ids, positions, lengths, and the rows whose logits are made.
+struct PassWords {
+  std::int64_t tokens, slots;
+  explicit PassWords(const Model::Options& o) : tokens(whole_words(most_tokens(o))), slots(whole_words(o.slots)) {}
+  std::int64_t all() const { return 3 * tokens + slots; }
+};
 
 }  // namespace
 
 void OwnTensors::place(Arena& arena, const ModelSpec& spec, DType dtype, const Model::Options& options) {
-  const std::int64_t chunk = prompt_stride(options), slots = options.slots, vocab = spec.shape.vocab_size;
+  const PassWords words(options);
+  const std::int64_t slots = options.slots, vocab = spec.shape.vocab_size;
   for (View<std::int32_t, 1>* v : {&step.ids, &prompt_lengths, &chosen}) arena.place(*v, extents(slots), DType::i32);
-  // The host copies the three as one.
-  View<std::int32_t, 1> prompt;
-  arena.place(prompt, extents(2 * chunk + 1), DType::i32);
-  prompt_ids = {prompt.data, {chunk}};
-  prompt_positions = {prompt.data + chunk, {chunk}};
-  prompt_kv_len = {prompt.data + 2 * chunk, {1}};
+  // The host copies the four as one.
+  View<std::int32_t, 1> pass;
+  arena.place(pass, extents(words.all()), DType::i32);
+  prompt_ids = {pass.data, {words.tokens}};
+  prompt_positions = {prompt_ids.data + words.tokens, {words.tokens}};
+  prompt_kv_len = {prompt_positions.data + words.tokens, {slots}};
+  pass_rows = {prompt_kv_len.data + words.slots, {words.tokens}};
   arena.place(seen, extents(slots * seen_words(vocab)), DType::i32);
   for (auto& s : settings)
     arena.place(s, extents(slots * std::int64_t(sizeof(SlotSampling) / sizeof(std::int32_t))), DType::i32);
   arena.place(final_norm, extents(most_tokens(options), spec.shape.hidden_size), dtype);
   for (AnyView<2>& l : logits) arena.place(l, extents(slots, vocab), dtype);
-  arena.place(prompt_logits, extents(1, vocab), dtype);
+  arena.place(prompt_logits, extents(std::min(slots, kPassLogits), vocab), dtype);
 }
 
-ModelTensors Model::State::tensors(std::int64_t slot, std::int64_t batch, std::int64_t q_len, const StepArrays& arrays,
+ModelTensors Model::State::tensors(std::int64_t slot, const StepSizes& sizes, const StepArrays& arrays,
                                    AnyView<2> logits_to, std::vector<LayerCache>& caches) const {
-  const std::int64_t tokens = batch * q_len;
+  const std::int64_t tokens = sizes.tokens();
   ModelTensors t;
   t.ids = arrays.ids;
   for (std::size_t i = 0; i < 2; ++i) t.hidden[i] = rows_of(hidden[i], 0, tokens);
   t.layer = workspace.tensors(cache, 0, 0, 1);
   for_each_activation(
-      spec.shape, {.batch = batch, .q_len = q_len},
+      spec.shape, sizes,
       [&](const TensorSpec& s, auto& view, const auto& shape) {
         if (s.role == Role::output) view.shape = shape;
       },
@@ -79,7 +92,7 @@ ModelTensors Model::State::tensors(std::int64_t slot, std::int64_t batch, std::i
   caches.clear();
   for (std::int64_t l = 0; l < spec.shape.num_layers; ++l) {
     const LayerCache c = cache.layer(l);
-    caches.push_back({cache_of(c.k, slot, batch), cache_of(c.v, slot, batch)});
+    caches.push_back({cache_of(c.k, slot, sizes.batch), cache_of(c.v, slot, sizes.batch)});
   }
   t.caches = caches;
   t.logits = logits_to;
@@ -148,7 +161,7 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   };
   s.hidden = {spec.shape.num_layers % 2 ? s.workspace.hidden(tokens) : output_of(1), output_of(0)};
   s.seen_size.resize(std::size_t(o.slots));
-  CF_TRY_ASSIGN(s.pinned_prompt, make_pinned(2 * prompt_stride(o) + 1));
+  CF_TRY_ASSIGN(s.pinned_prompt, make_pinned(PassWords(o).all()));
   CF_TRY_ASSIGN(s.told, make_pinned(o.slots));
   CF_TRY_ASSIGN(s.prompt_copied, make_event());
   CF_TRY_ASSIGN(s.handover, make_event());
@@ -174,6 +187,12 @@ Model::~Model() = default;
 const ModelSpec& Model::model() const { return state_->spec; }
 std::int64_t Model::slots() const { return state_->options.slots; }
 std::int64_t Model::capacity() const { return state_->options.capacity; }
+std::int64_t Model::pass_tokens() const { return state_->most_tokens(); }
+std::int64_t Model::preferred_step_tokens() const {
+  // Beside a token of each slot, as many as a step has in which running sequences wait for a few milliseconds.
+  constexpr std::int64_t of_prompts = 448;
+  return slots() == 1 ? 0 : std::min(slots() + of_prompts, pass_tokens());
+}
 DType Model::activation() const { return state_->workspace.activation(); }
 std::int64_t Model::length(std::int64_t slot) const { return state_->pipeline.lengths()[slot]; }
 Impl Model::impl() const { return state_->impl; }

@@ -19,15 +19,16 @@ struct ModelBytes {
   double total() const { return weights + cache + workspace; }
 };
 
-/// A whole model on a GPU: what cpu_ref::Model is on the CPU. A prompt goes through the walk of the model's sites; a
-/// step of all slots goes through the layers by an Executor. The same calls give the same bits, with a visitor or
-/// without. With the same number of slots and impl a slot's results do not depend on what the other slots hold.
+/// A whole model on a GPU: what cpu_ref::Model is on the CPU. Prompts go through the walk of the model's sites; a step
+/// of all slots goes through the layers by an Executor. The same calls give the same bits, with a visitor or without.
+/// With the same number of slots and impl a slot's results do not depend on what the other slots hold. What a call reads
+/// in one pass are products of as many rows: their bits may depend on the number of these rows.
 class Model final : public ModelRunner {
  public:
   struct Options {
     std::int64_t slots = 1;
     std::int64_t capacity = 2048;  // cache entries of a slot
-    std::int64_t chunk = 2048;     // tokens that a prefill takes through the model at once
+    std::int64_t chunk = 2048;     // tokens that go through the model at once: of a prompt, or of several
     std::optional<Impl> impl{};    // of steps; auto_impl() where it is empty
     bool in_place = false;         // whether the weights lie on the device and are read there, without a copy
   };
@@ -54,19 +55,29 @@ class Model final : public ModelRunner {
   std::int64_t slots() const override;
   std::int64_t capacity() const override;
   DType activation() const override;
+  /// The chunk, as far as all slots have room for one, and at least a token of each slot.
+  std::int64_t pass_tokens() const override;
+  /// A token of each slot and 448 of prompts, as far as a pass has room for them. A lone slot's prompts are read whole.
+  std::int64_t preferred_step_tokens() const override;
   Impl impl() const;
   /// What create() took.
   const ModelBytes& bytes() const;
 
   std::int64_t length(std::int64_t slot) const override;
 
-  /// A prompt's run goes through the model by itself, a chunk at a time; those that decode are one step of all slots,
-  /// which reads each weight once for up to 8 slots. With more, Hopper's tensor cores or cuBLASLt read a dense 16-bit
-  /// weight once for all; linear's own kernels take other weights 16 slots at a time, or 8 where shared memory is
-  /// short. A call returns when its work is on the stream; choose(), logits() and rows for the host wait for it. A
-  /// chunk of a prompt waits until the device has taken the ids of the chunk before. Whoever asks for rows of what
-  /// decodes gets steps of one token from then on.
+  /// A lone prompt goes through the model a chunk at a time. Several, and tokens that decode beside them, share passes
+  /// of up to pass_tokens() tokens. Tokens that decode without a prompt are one step of all slots, which reads each
+  /// weight once for up to 8 slots. With more, Hopper's tensor cores or cuBLASLt read a dense 16-bit weight once for
+  /// all; linear's own kernels take other weights 16 slots at a time, or 8 where shared memory is short. A call returns
+  /// when its work is on the stream; choose(), logits() and rows for the host wait for it. A pass waits until the device
+  /// has taken the ids of the pass before. Whoever asks for rows of a step of all slots gets steps of one token from
+  /// then on. While a visitor watches, each prompt is read by itself.
   Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
+  /// The head and the scores are made on the device, for a few hundred rows at a time; one copy brings all answers to
+  /// the host. A row's score does not depend on how many others there are. With a visitor, or for more than 64 likely
+  /// ids, all rows' logits go to the host.
+  Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
+                                      const ScoreRequest& request) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override;
@@ -83,7 +94,7 @@ class Model final : public ModelRunner {
   /// A prompt's launches are put onto the stream site by site while a visitor watches; `visit` is called when a site's
   /// launches are there. A step has no sites of its own: what decodes is refused with a visitor (Code::unimplemented).
   void watch(Visit visit) override;
-  /// Asked before each step, and before each chunk of a prompt, which begins when the device is at work on the chunk
+  /// Asked before each step, and before each pass of prompts, which begins when the device is at work on the pass
   /// before.
   void check_between(Check check) override;
   /// Waits for the launches before it.

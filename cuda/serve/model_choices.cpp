@@ -88,7 +88,7 @@ std::string Model::State::first_nan(std::int64_t slot) {
   const std::int32_t staged[] = {pipeline.last_id(slot), std::int32_t(position), std::int32_t(position + 1)};
   const StepArrays arrays = prompt_arrays(1);
   std::vector<LayerCache> caches;
-  const ModelTensors t = tensors(slot, 1, 1, arrays, prompt_logits, caches);
+  const ModelTensors t = tensors(slot, {}, arrays, rows_of(prompt_logits, 0), caches);
   const auto look = [&]() -> Status {
     CF_TRY(copy_to_device(context, arrays.ids.data, staged, sizeof *staged));
     CF_TRY(copy_to_device(context, arrays.positions.data, staged + 1, sizeof *staged));

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "core/model/passes.hpp"
@@ -38,37 +37,14 @@ Status Model::State::walk(const ModelTensors& t, const Visit& visit_site) {
   });
 }
 
-Status Model::State::read_chunk(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
-                                AnyView<2> logits_to) {
-  const auto tokens = std::int64_t(ids.size()), chunk = prompt_ids.shape[0];
-  CF_TRY(from_cuda(cudaEventSynchronize(prompt_copied.get()), "cudaEventSynchronize"));
-  std::int32_t* const staged = pinned_prompt.get();
-  for (std::int64_t i = 0; i < tokens; ++i) {
-    staged[i] = ids[std::size_t(i)];
-    staged[chunk + i] = std::int32_t(first + i);
-  }
-  staged[2 * chunk] = std::int32_t(first + tokens);
-  CF_TRY(copy_async(prompt_ids.data, staged, std::size_t(2 * chunk + 1) * sizeof(std::int32_t), cudaMemcpyHostToDevice,
-                    stream.get()));
-  CF_TRY(from_cuda(cudaEventRecord(prompt_copied.get(), stream.get()), "cudaEventRecord"));
-
-  std::vector<LayerCache> caches;
-  const ModelTensors t = tensors(slot, 1, tokens, prompt_arrays(tokens), logits_to, caches);
-  if (visit) return walk(t, visit);
-  const Submission how{.early = context.overlap()};
-  const ChunkKey key{slot, tokens, logits_to.data, logits_to.shape[0]};
-  if (const auto found = chunks.find(key); found != chunks.end()) {
-    GraphExec& known = found->second;
-    if (!known) {
-      CF_TRY_ASSIGN(known, chunk_graph(t));
-    }
-    return from_cuda(cudaGraphLaunch(known.get(), stream.get()), "cudaGraphLaunch");
-  }
+Status Model::State::put(const ModelTensors& t) {
   // A layer's launches are put onto the stream as soon as they are prepared, so that the device need not wait.
+  const Submission how{.early = context.overlap()};
   std::vector<LaunchList> parts;
   Program part;
   const auto submit = [&]() -> Status {
     LaunchList& launches = parts.emplace_back(context, workspace.scratch());
+    launches.trust_addresses();  // the model's own, which its steps have checked
     for (const Node& node : with_rope_append(std::exchange(part, {})).nodes) {
       launches.set_label(node.at.site.name.data());  // a literal, which ends in a zero byte
       CF_TRY(name_site(node.at, prepare(node, launches)));
@@ -81,7 +57,32 @@ Status Model::State::read_chunk(std::int64_t slot, std::int64_t first, std::span
     return {};
   };
   CF_TRY(for_each_model_site(spec, weights.model_weights(), t, add));
-  CF_TRY(submit());
+  return submit();
+}
+
+Status Model::State::read_chunk(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
+                                AnyView<2> logits_to) {
+  const auto tokens = std::int64_t(ids.size()), chunk = prompt_ids.shape[0];
+  CF_TRY(stage(std::size_t(2 * chunk + 1), [&](std::int32_t* staged) {
+    for (std::int64_t i = 0; i < tokens; ++i) {
+      staged[i] = ids[std::size_t(i)];
+      staged[chunk + i] = std::int32_t(first + i);
+    }
+    staged[2 * chunk] = std::int32_t(first + tokens);
+  }));
+
+  std::vector<LayerCache> caches;
+  const ModelTensors t = tensors(slot, {.q_len = tokens}, prompt_arrays(tokens), logits_to, caches);
+  if (visit) return walk(t, visit);
+  const ChunkKey key{slot, tokens, logits_to.data, logits_to.shape[0]};
+  if (const auto found = chunks.find(key); found != chunks.end()) {
+    GraphExec& known = found->second;
+    if (!known) {
+      CF_TRY_ASSIGN(known, chunk_graph(t));
+    }
+    return from_cuda(cudaGraphLaunch(known.get(), stream.get()), "cudaGraphLaunch");
+  }
+  CF_TRY(put(t));
   constexpr std::size_t most_chunks = 64;
   if (chunks.size() == most_chunks) chunks.clear();
   chunks[key] = {};
@@ -155,18 +156,18 @@ Status Model::State::read(const StepPart& prompt, bool own, bool on_device) {
 Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) {
   State& s = *state_;
   CF_TRY(check_step(*this, s.pipeline.lengths(), runs, ids, logits));
-  const std::vector<StepPart> parts = parts_of(runs, ids, logits);
-  std::vector<StepPart> decoding;
-  std::copy_if(parts.begin(), parts.end(), std::back_inserter(decoding), [](const StepPart& p) { return p.decodes; });
-  if (s.visit && !decoding.empty())
+  std::vector<StepPart> running, prompts;
+  for (const StepPart& p : parts_of(runs, ids, logits)) (p.decodes ? running : prompts).push_back(p);
+  if (s.visit && !running.empty())
     return Status::error(Code::unimplemented,
                          "model: step: expected no visitor of sites on a GPU, which has them for "
                          "prompts alone; watch() takes an empty one");
   const bool on_device = logits.stream.has_value();
   const auto put = [&]() -> Status {
-    for (const StepPart& p : parts)
-      if (!p.decodes) CF_TRY(s.read(p, logits.own, on_device));
-    return s.decode(decoding, on_device);
+    if (!s.visit && !prompts.empty() && runs.size() > 1)
+      return s.read_together(std::move(running), prompts, logits.own, on_device);
+    for (const StepPart& p : prompts) CF_TRY(s.read(p, logits.own, on_device));
+    return s.decode(running, on_device);
   };
   if (!on_device) return put();
   auto* const theirs = reinterpret_cast<CUstream_st*>(*logits.stream);

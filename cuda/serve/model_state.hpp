@@ -1,12 +1,15 @@
 #pragma once
 // What a model on a GPU holds, and how its calls share it. Private to cuda/serve.
 //   model.cpp          creation
-//   model_prompts.cpp  prompts, chunk by chunk
+//   model_prompts.cpp  a prompt, chunk by chunk
+//   model_passes.cpp   several prompts and running tokens together, pass by pass
+//   model_score.cpp    log-probabilities of given ids
 //   model_steps.cpp    steps of all slots
 //   model_choices.cpp  the next ids, and why there is none
 //   pipeline.hpp       which steps run before they are asked for, and where the logits lie
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <memory>
@@ -52,16 +55,23 @@ inline Status name_site(const ModelSite& site, const Status& status) {
   return status ? status : Status::error(status.code(), site.name() + ": " + status.message());
 }
 
+/// The rows of logits that a pass makes at once, at most, for the slots' own.
+inline constexpr std::int64_t kPassLogits = 256;
+
 /// What `told` holds until the device has made the choice.
 inline constexpr std::int32_t kNotChosen = -2;
 
 /// What a model has on the device beside its weights, its cache and its workspace.
 struct OwnTensors {
-  StepArrays step;  // of all slots
-  View<std::int32_t, 1> prompt_ids, prompt_positions, prompt_kv_len, prompt_lengths, chosen;
+  StepArrays step;                                     // of all slots
+  View<std::int32_t, 1> prompt_ids, prompt_positions;  // (tokens of a pass)
+  View<std::int32_t, 1> prompt_kv_len;                 // (slots) of a pass; a prompt by itself has the first
+  View<std::int32_t, 1> pass_rows;                     // (tokens of a pass): those whose logits are made
+  View<std::int32_t, 1> prompt_lengths, chosen;        // (slots)
   AnyView<2> final_norm;
-  AnyView<2> prompt_logits;                       // (1, vocab): a slot's row of `logits` is not aligned for every vocab
-  std::array<AnyView<2>, kLogitsBuffers> logits;  // (slots, vocab)
+  // (slots, kPassLogits at most, vocab): a slot's row of `logits` is not aligned for every vocab.
+  AnyView<2> prompt_logits;
+  std::array<AnyView<2>, kLogitsBuffers> logits;               // (slots, vocab)
   std::array<View<std::int32_t, 1>, kLogitsBuffers> settings;  // SlotSampling of each slot, by the logits' buffer
   View<std::int32_t, 1> seen;
 
@@ -110,16 +120,27 @@ struct Model::State final : PipelineDevice, OwnTensors {
   /// What the first layer of a step reads.
   ConstAnyView<2> step_input() const { return rows_of(hidden[0], 0, options.slots); }
 
-  /// The walk's tensors for q_len new tokens of each of `batch` slots from `slot` on. `caches` holds what the result
-  /// points to.
-  ModelTensors tensors(std::int64_t slot, std::int64_t batch, std::int64_t q_len, const StepArrays& step,
-                       AnyView<2> logits, std::vector<LayerCache>& caches) const;
+  /// The walk's tensors for new tokens of `sizes.batch` slots from `slot` on. `caches` holds what the result points to.
+  ModelTensors tensors(std::int64_t slot, const StepSizes& sizes, const StepArrays& step, AnyView<2> logits,
+                       std::vector<LayerCache>& caches) const;
   /// The arrays of a prefill chunk: `tokens` tokens of one slot.
   StepArrays prompt_arrays(std::int64_t tokens) const {
     return {.ids = {prompt_ids.data, {tokens}},
             .positions = {prompt_positions.data, {tokens}},
             .kv_len = {prompt_kv_len.data, {1}}};
   }
+  /// Puts the first words of the memory of a prompt or a pass, which fill(words) writes, onto the stream. Waits until
+  /// the device has taken those before.
+  template <class Fill>
+  Status stage(std::size_t words, Fill&& fill) {
+    CF_TRY(from_cuda(cudaEventSynchronize(prompt_copied.get()), "cudaEventSynchronize"));
+    fill(pinned_prompt.get());
+    CF_TRY(copy_async(prompt_ids.data, pinned_prompt.get(), words * sizeof(std::int32_t), cudaMemcpyHostToDevice,
+                      stream.get()));
+    return from_cuda(cudaEventRecord(prompt_copied.get(), stream.get()), "cudaEventRecord");
+  }
+  /// Puts the launches of these tensors onto the stream, a layer's as soon as they are prepared.
+  Status put(const ModelTensors& t);
   /// Puts a chunk's ids, positions and length onto the stream, and then its launches.
   Status read_chunk(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
   /// The chunk of these tensors as a graph.
@@ -137,6 +158,33 @@ struct Model::State final : PipelineDevice, OwnTensors {
   /// The parts of a step: a prompt, and what decodes.
   Status read(const StepPart& prompt, bool own, bool on_device);
   Status decode(std::span<const StepPart> parts, bool on_device);
+
+  /// Tokens of a run that go through the model in one pass.
+  struct Piece {
+    Run run;
+    std::span<const std::int32_t> ids;
+    AnyView<2> rows;  // where the caller's logits of its last tokens go
+    bool own;         // whether its last token's logits become the slot's
+    /// The last tokens whose logits are made.
+    std::int64_t head_rows() const { return std::max<std::int64_t>(rows.shape[0], own ? 1 : 0); }
+  };
+  using Pieces = std::vector<Piece>;
+  /// The tokens of a pass, at most.
+  std::int64_t most_tokens() const { return hidden[0].shape[0]; }
+  /// The passes of running tokens, which are the first pieces of the first pass, and of prompts. A prompt is cut where
+  /// it is cut by itself; whatever fits into a pass behind others does.
+  std::vector<Pieces> passes_of(std::span<const StepPart> running, std::span<const StepPart> prompts, bool own) const;
+  /// Puts a pass through the layers. Its hidden states, a row a token, are in layers_output() until the next one.
+  Status pass(const Pieces& pieces);
+  AnyView<2> layers_output() const { return hidden[std::size_t(spec.shape.num_layers) % 2]; }
+  /// Makes the logits of the pass before, and copies them to their slots and their caller.
+  Status make_logits(const Pieces& pieces, bool on_device);
+  /// Several parts of a step: running tokens, and prompts beside them.
+  Status read_together(std::vector<StepPart> running, std::span<const StepPart> prompts, bool own, bool on_device);
+
+  /// Reads a prompt whose last rows a call of score() asks for.
+  class ScoreCall;
+  Status score(const StepPart& part, ScoreCall& call);
   /// Copies the logits of slots to rows, one each.
   Status copy_logits(std::span<const std::int64_t> slots, std::span<const AnyView<2>> rows, bool on_device);
 
@@ -198,8 +246,8 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Pipeline pipeline;
 
   // On the device.
-  DeviceMemory memory, forward_memory;  // `memory` is that of OwnTensors
-  std::array<AnyView<2>, 2> hidden;     // the embedding and the layers' outputs, in turn
+  DeviceMemory memory, forward_memory, score_memory;  // `memory` is that of OwnTensors
+  std::array<AnyView<2>, 2> hidden;                   // the embedding and the layers' outputs, in turn
 
   // On the host.
   std::array<std::vector<SlotSampling>, kLogitsBuffers> sent;  // what `settings` hold

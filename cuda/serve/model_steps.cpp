@@ -67,7 +67,7 @@ Status Model::State::begin_step(LogitsBuffer to, Start start, const Submission& 
 template <class Add>
 Status Model::State::for_each_outer_site(LogitsBuffer to, Add&& add) const {
   std::vector<LayerCache> caches;
-  const ModelTensors t = tensors(0, options.slots, 1, step, logits_at(to), caches);
+  const ModelTensors t = tensors(0, {.batch = options.slots}, step, logits_at(to), caches);
   return for_each_model_site(spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
     return site.layer >= 0 ? Status() : name_site(site, add(site.site, args));
   });
@@ -128,12 +128,12 @@ Result<GraphExec> Model::State::whole_step(LogitsBuffer to, Start start) {
 }
 
 Status Model::State::place(std::span<const Token> tokens) {
-  SlotTokens placed{};  // every slot idle
-  std::fill(std::begin(placed.length), std::end(placed.length), kIdleLength);
+  SlotTokens placed(options.slots);
   for (const Token& t : tokens) {
-    placed.id[t.slot] = t.id;
-    placed.position[t.slot] = std::int32_t(t.position);
-    placed.length[t.slot] = std::int32_t(t.position + 1);
+    const auto slot = std::size_t(t.slot);
+    placed.id[slot] = t.id;
+    placed.position[slot] = std::int32_t(t.position);
+    placed.length[slot] = std::int32_t(t.position + 1);
   }
   return enqueue_place(step, placed, context);
 }

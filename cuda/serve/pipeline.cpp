@@ -35,6 +35,13 @@ bool has_slot(std::span<const Token> tokens, std::int64_t slot) {
   return std::any_of(tokens.begin(), tokens.end(), [&](const Token& t) { return t.slot == slot; });
 }
 
+/// Which of `slots` slots have one of these tokens.
+std::vector<bool> slots_of(std::span<const Token> tokens, std::int64_t slots) {
+  std::vector<bool> has(std::size_t(slots), false);
+  for (const Token& t : tokens) has[std::size_t(t.slot)] = true;
+  return has;
+}
+
 }  // namespace
 
 std::string_view to_string(Phase p) {
@@ -43,8 +50,8 @@ std::string_view to_string(Phase p) {
 }
 
 std::string_view to_string(PipelineEvent e) {
-  constexpr std::array<std::string_view, kPipelineEvents> names{"give_up", "begin_prompt", "end_prompt", "place",
-                                                                "take",    "choose",       "read"};
+  constexpr std::array<std::string_view, kPipelineEvents> names{"give_up", "begin_prompt", "begin_pass", "end_prompt",
+                                                                "place",   "take",         "choose",     "read"};
   return names[std::size_t(e)];
 }
 
@@ -86,8 +93,9 @@ void Pipeline::give_up() {
 }
 
 Status Pipeline::keep_logits(std::span<const Token> tokens, LogitsBuffer overwritten) {
+  const std::vector<bool> has_token = slots_of(tokens, lengths_.slots());
   for (std::int64_t slot = 0; slot < lengths_.slots(); ++slot) {
-    if (leases_.of(slot) != overwritten || lengths_[slot] == 0 || has_slot(tokens, slot)) continue;
+    if (leases_.of(slot) != overwritten || lengths_[slot] == 0 || has_token[std::size_t(slot)]) continue;
     CF_TRY(keep(slot));
   }
   return {};
@@ -143,6 +151,16 @@ Status Pipeline::begin_prompt(std::int64_t slot, std::int64_t first, std::int64_
   return {};
 }
 
+Status Pipeline::begin_pass(std::span<const Run> runs) {
+  CF_TRY(lengths_.check(runs));
+  give_up();
+  CF_TRY(enter(PipelineEvent::begin_pass, Idle{}));
+  logits_read_ = false;
+  last_token_.reset();
+  for (const Run& r : runs) leases_.forget(r.sequence);
+  return {};
+}
+
 Status Pipeline::extend(std::int64_t slot, std::int64_t length, std::int32_t last_id) {
   CF_TRY(check(PipelineEvent::end_prompt, Phase::idle));
   lengths_.set(slot, length);
@@ -173,8 +191,9 @@ Status Pipeline::step(std::span<const Token> tokens) {
     CF_TRY(enter(PipelineEvent::take, std::move(next)));
   } else {
     give_up();
+    const std::vector<bool> has_token = slots_of(tokens, lengths_.slots());
     for (std::int64_t slot = 0; slot < lengths_.slots(); ++slot)
-      if (!has_slot(tokens, slot)) CF_TRY(restore(slot));
+      if (!has_token[std::size_t(slot)]) CF_TRY(restore(slot));
     last_token_.reset();
     CF_TRY(place(tokens));
   }

@@ -79,14 +79,15 @@ std::string_view to_string(Phase);
 /// What happens to a pipeline.
 ///   give_up       what runs ahead is not wanted: by release() of a slot that has a token in it, by run_after(), and
 ///                 before each other event that it does not fit
-///   begin_prompt  a slot gets entries
-///   end_prompt    a slot has a prompt's logits
+///   begin_prompt  a slot gets entries, those of its prompt
+///   begin_pass    several slots get entries in one pass: prompts, pieces of prompts, and tokens of running sequences
+///   end_prompt    a slot has the logits of its prompt, or of its last token in a pass
 ///   place         a step that was not foreseen, and the step that makes lost logits again
 ///   take          the step that is ahead is asked for
 ///   choose        ids are chosen, and steps put onto the stream that continue them
 ///   read          ids are read that a launch has chosen
-enum class PipelineEvent { give_up, begin_prompt, end_prompt, place, take, choose, read };
-inline constexpr int kPipelineEvents = 7;
+enum class PipelineEvent { give_up, begin_prompt, begin_pass, end_prompt, place, take, choose, read };
+inline constexpr int kPipelineEvents = 8;
 std::string_view to_string(PipelineEvent);
 
 /// A set of phases.
@@ -110,6 +111,7 @@ inline constexpr std::array<std::array<Phases, kPhases>, kPipelineEvents> kTrans
       // from              idle             placed                      ahead      launched
       /* give_up      */ {{P(idle), P(placed), P(idle), P(idle)}},
       /* begin_prompt */ {{P(idle), P(idle), P(), P()}},
+      /* begin_pass   */ {{P(idle), P(idle), P(), P()}},
       /* end_prompt   */ {{P(idle, placed), P(), P(), P()}},
       /* place        */ {{P(placed), P(placed), P(), P()}},
       /* take         */ {{P(), P(), P(placed), P(placed, launched)}},
@@ -177,6 +179,8 @@ class Pipeline {
   Status begin_prompt(std::int64_t slot, std::int64_t first, std::int64_t tokens);
   Status extend(std::int64_t slot, std::int64_t length, std::int32_t last_id);
   Status end_prompt(std::int64_t slot);
+  /// A pass of these runs, in the place of begin_prompt() for each of them. A running sequence's token is a run of one.
+  Status begin_pass(std::span<const Run> runs);
   /// A step of these tokens, one a slot at most.
   Status step(std::span<const Token> tokens);
   /// Chooses an id for each draw, which chosen() has from then on.

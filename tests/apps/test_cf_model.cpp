@@ -303,6 +303,17 @@ TEST_CASE("cf-model bench reports every configuration as table, JSON and CSV", "
   const double one = report["results"][1]["decode_bytes"], two = report["results"][5]["decode_bytes"];
   CHECK(two > one);
   CHECK(two < 1.1 * one);
+  // Whoever waits for a prompt that joins waits no longer than it takes to its first id.
+  const BenchRun joined =
+      run_bench("--preset pythia-14m --prompt-len 4 --new-tokens 1 --slots 2-3 --runs 2 --joiner-len 30");
+  CHECK(joined.out.find("stall ms") != std::string::npos);
+  CHECK(joined.report["joiner_len"] == 30);
+  CHECK(joined.report["capacity"] == 4 + 30 + 8);
+  REQUIRE(joined.report["results"].size() == 2);
+  for (const Json& row : joined.report["results"]) {
+    CHECK(double(row["stall_ms"]) > 0);
+    CHECK(double(row["joiner_ttft_ms"]) > 0);
+  }
 }
 
 TEST_CASE("cf-model info says what a model is and takes", "[cf_model]") {
@@ -385,4 +396,6 @@ TEST_CASE("cf-model refuses bad input in one line", "[cf_model]") {
   check_refusal("eval " + model_dir + "--tokens '" + (dir / "big.npy") + "' --context 8 --stride 9",
                 "--stride: expected");
   check_refusal("bench --preset pythia-14m --slots 0", "--slots");
+  check_refusal("bench --preset pythia-14m --slots 1,4 --joiner-len 8",
+                "--slots: expected at least 2 with --joiner-len, got '1'");
 }

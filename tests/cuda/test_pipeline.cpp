@@ -299,7 +299,8 @@ class Life {
 
   std::string_view event() {
     const auto what = below(100);
-    if (what < 5) return prompt();
+    if (what < 4) return prompt();
+    if (what < 6) return pass();
     if (what < 8) return read();
     if (what < 10) return release();
     if (what < 12) return give_up();
@@ -424,6 +425,37 @@ class Life {
     s.has_logits = own;
     return own ? "prompt" : "forward";
   }
+  /// Prompts, pieces of prompts that make no logits, and tokens of sequences that go on, together.
+  std::string_view pass() {
+    std::vector<Run> runs;
+    std::vector<Ids> ids;
+    for (std::int64_t slot = 0; slot < slots(); ++slot) {
+      if (chance(30)) continue;
+      const auto length = std::int64_t(at(slot).entries.size());
+      const bool goes_on = at(slot).has_logits && chance(60);
+      const std::int64_t first = goes_on ? length : std::int64_t(below(std::uint64_t(length) + 1));
+      if (first == most_) continue;
+      const std::int64_t count = goes_on ? 1 : 1 + std::int64_t(below(std::uint64_t(std::min(most_ - first, 12l))));
+      runs.push_back({.sequence = slot, .first_position = first, .count = count});
+      Ids& own = ids.emplace_back(std::size_t(count));
+      for (auto& id : own) id = std::int32_t(below(kVocab));
+    }
+    if (runs.empty()) return give_up();
+    require_ok(pipeline_.begin_pass(runs));
+    for (std::size_t i = 0; i < runs.size(); ++i) {
+      const Run& run = runs[i];
+      const bool own = run.count == 1 || chance(85);
+      device_.read(run.sequence, run.first_position, ids[i], own);
+      Simple& s = at(run.sequence);
+      s.entries.resize(std::size_t(run.first_position));
+      s.entries.insert(s.entries.end(), ids[i].begin(), ids[i].end());
+      s.has_logits = own;
+      require_ok(pipeline_.extend(run.sequence, std::int64_t(s.entries.size()), ids[i].back()));
+    }
+    for (const Run& run : runs)
+      if (at(run.sequence).has_logits) require_ok(pipeline_.end_prompt(run.sequence));
+    return "pass";
+  }
   std::string_view read() {
     std::vector<std::int64_t> slots = slots_with_logits();
     std::erase_if(slots, [&](std::int64_t) { return chance(40); });
@@ -472,6 +504,9 @@ class Life {
     REQUIRE(fault(pipeline_.step(none), "slot: expected 0 to") == "");
     REQUIRE(fault(pipeline_.step(twice), "expected one run a step, got two") == "");
     REQUIRE(fault(pipeline_.begin_prompt(0, 0, most_ + 1), "expected at most") == "");
+    const std::vector<Run> long_run{{.sequence = 0, .count = most_ + 1}}, same{{.sequence = 0}, {.sequence = 0}};
+    REQUIRE(fault(pipeline_.begin_pass(long_run), "expected at most") == "");
+    REQUIRE(fault(pipeline_.begin_pass(same), "expected one run a step, got two") == "");
     const Draw late{.slot = 0, .sampling = {}, .sequence = 0, .position = pipeline_.lengths()[0] + 1, .history = {}};
     REQUIRE(fault(pipeline_.choose(std::span(&late, 1)), "expected a choice for position") == "");
     if (before != Phase::idle) {
@@ -508,7 +543,7 @@ TEST_CASE("random events give the ids and logits of a runner that never runs ahe
   // Every phase was met behind the events that lead there, and the calls that end it.
   for (const char* const event : {"choose", "read logits", "release", "give up", "step", "decode", "refused call"})
     CHECK(seen.contains({event, Phase::placed}));
-  for (const char* const event : {"prompt", "forward", "choose", "release", "give up", "decode"})
+  for (const char* const event : {"prompt", "forward", "pass", "choose", "release", "give up", "decode"})
     CHECK(seen.contains({event, Phase::idle}));
   for (const char* const event : {"choose", "read logits", "release", "refused call"})
     CHECK(seen.contains({event, Phase::ahead}));
@@ -585,8 +620,8 @@ TEST_CASE("the table of events: giving up is never refused, and ends what runs a
     CHECK(!phases.has(Phase::launched));
   }
   // Every other event happens to a pipeline that gave up, or takes what was foreseen.
-  for (const PipelineEvent e :
-       {PipelineEvent::begin_prompt, PipelineEvent::end_prompt, PipelineEvent::place, PipelineEvent::choose}) {
+  for (const PipelineEvent e : {PipelineEvent::begin_prompt, PipelineEvent::begin_pass, PipelineEvent::end_prompt,
+                                PipelineEvent::place, PipelineEvent::choose}) {
     CHECK(!after(e, Phase::idle).empty());
     CHECK(after(e, Phase::ahead).empty());
     CHECK(after(e, Phase::launched).empty());

@@ -400,6 +400,65 @@ TEST_CASE("attention: each head of a GQA tile is merged once, in an inbox with r
     }
 }
 
+TEST_CASE("attention: a query's tiles hold the keys that its window and its sinks let it see, each once", "[plans]") {
+  const auto keys_of = [](const SeenTiles& seen, int tile_keys) {
+    std::vector<int> keys;
+    for (int tile = 0; tile < seen.count(); ++tile) {
+      const int part = seen.keys_from(tile);
+      REQUIRE(part > 0);
+      for (int i = 0; i < std::min(part, tile_keys); ++i) keys.push_back(seen.first_key(tile) + i);
+    }
+    return keys;
+  };
+  for (int tile_keys : {64, 128})
+    for (const KeyWindow& window : {KeyWindow{}, KeyWindow{1, 0}, {63, 0}, {64, 4}, {65, 4}, {128, 128}, {1, 129}})
+      for (int visible : {0, 1, 3, 4, 5, 63, 64, 65, 66, 128, 129, 130, 257, 1000}) {
+        INFO("tiles of " << tile_keys << ", window " << window.keys << ", sinks " << window.sinks << ", " << visible);
+        const SeenTiles seen(window, visible, tile_keys);
+        std::vector<int> expected;
+        for (int key = 0; key < visible; ++key)
+          if (!window || key < window.sinks || key >= visible - window.keys) expected.push_back(key);
+        CHECK(keys_of(seen, tile_keys) == expected);
+        if (visible == 0) continue;
+        const int last = seen.count() - 1;  // tiles of the sinks hold sinks alone
+        CHECK(seen.first_key(seen.newest() / tile_keys) + seen.newest() % tile_keys == visible - 1);
+        CHECK(seen.newest() / tile_keys == last);
+        for (int tile = 0; tile < seen.sink_tiles(); ++tile)
+          CHECK(seen.first_key(tile) + std::min(seen.keys_from(tile), tile_keys) <= window.sinks);
+        if (!window) {
+          const AllTiles all(visible, tile_keys);
+          CHECK((all.count() == seen.count() && all.newest() == seen.newest()));
+          for (int tile = 0; tile < all.count(); ++tile) CHECK(all.keys_from(tile) == seen.keys_from(tile));
+        }
+      }
+}
+
+TEST_CASE("attention: a plan counts the keys that are seen, whatever the capacity", "[plans]") {
+  for (const char* preset : {"pythia-2.8b", "llama-3.1-8b"})
+    for (std::int64_t batch : {1, 8, 1024}) {
+      const ModelConfig m = *find_preset(preset);
+      const auto plan = [&](const KeyWindow& window, std::int64_t max_kv_len) {
+        ops::Attention::Dims d = attention_dims(m, {.batch = batch, .q_len = 1, .kv_len = max_kv_len});
+        d.window = window;
+        return attention_plan(kH200, d, DType::f16);
+      };
+      CHECK(plan({.keys = 512}, 32768) == plan({}, 512));
+      CHECK(plan({.keys = 2044, .sinks = 4}, 1 << 30) == plan({.keys = 2044, .sinks = 4}, 4096));
+      CHECK(plan({.keys = 32768}, 512) == plan({}, 512));
+    }
+}
+
+TEST_CASE("attention: the blocks of up to 1024 sequences fit a grid, and cover their keys once", "[plans]") {
+  for (const char* preset : {"pythia-2.8b", "pythia-12b", "llama-3.1-8b"})
+    for (const Arch& arch : {kH200, kRtx5090})
+      for (std::int64_t batch : {65, 256, 1024})
+        for (std::int64_t kv_len : {1, 32, 64, 65, 2048, 32768}) {
+          INFO(preset << ", batch " << batch << ", kv_len " << kv_len);
+          const ModelConfig m = *find_preset(preset);
+          CHECK(fault(arch, attention_launch(arch, m, {.batch = batch, .q_len = 1, .kv_len = kv_len})) == "");
+        }
+}
+
 TEST_CASE("attention: a prefill on Hopper's tensor cores covers its rows and leaves few SMs without a block",
           "[plans]") {
   for (std::int64_t head_dim = 8; head_dim <= kMaxHeadDim; head_dim += 8)

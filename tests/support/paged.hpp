@@ -27,8 +27,9 @@ class Paged {
  public:
   Paged(Problem<Op>& problem, std::int64_t page_entries, std::uint64_t seed = 1) : page_entries_(page_entries) {
     auto& args = cache_args(problem.args());
-    lengths_ = {args.kv_len.data, args.kv_len.data + args.kv_len.size()};
     heads_ = args.k_cache.shape[1], capacity_ = args.k_cache.shape[2];
+    for (std::int64_t b = 0; b < args.kv_len.size(); ++b)  // a stream's is longer than its cache
+      lengths_.push_back(std::int32_t(std::min<std::int64_t>(args.kv_len.data[b], capacity_)));
     row_bytes_ = std::size_t(args.k_cache.shape[3]) * size_bytes(args.k_cache.dtype);
     const std::int64_t sequences = std::int64_t(lengths_.size()), of_each = pages_of(capacity_);
     for (const RowRun& run : runs_of(args)) has_rows_.push_back(run.sequence);

@@ -25,6 +25,21 @@ Status check(const ops::Attention::Args& a) {
   return check_sizes(a);
 }
 
+Status check_page_size(const ops::Attention::Args& a) {
+  const std::int64_t entries = page_sizes(a).page_entries;
+  if (!a.page_table || is_page_size(entries)) return {};
+  return Status::error(Code::unimplemented, "attention: cuda takes pages of a multiple of " +
+                                                std::to_string(kPageUnit) + " entries up to " +
+                                                std::to_string(kMostPageEntries) + ", got " + std::to_string(entries));
+}
+
+/// What the decode kernels leave to none: they take a cache of any kind.
+Status check_decode(const ops::Attention::Args& a) {
+  CF_TRY(check_equal_runs(a));
+  CF_TRY(check_sizes(a));
+  return check_page_size(a);
+}
+
 Status check_16_bits(const ops::Attention::Args& a) {
   if (size_bytes(a.q.dtype) == 2) return {};
   return not_taken("activations of 16 bits", std::string(to_string(a.q.dtype)));
@@ -51,14 +66,6 @@ Status check_wgmma(const Target& target, const ops::Attention::Dims& d, std::int
             std::to_string(d.head_dim) + ", rows " + std::to_string(rows));
   if (!target.has_wgmma) return not_taken("a device and a build with sm_90a's instructions", "none");
   return {};
-}
-
-Status check_page_size(const ops::Attention::Args& a) {
-  const std::int64_t entries = page_sizes(a).page_entries;
-  if (!a.page_table || is_page_size(entries)) return {};
-  return Status::error(Code::unimplemented, "attention: cuda takes pages of a multiple of " +
-                                                std::to_string(kPageUnit) + " entries up to " +
-                                                std::to_string(kMostPageEntries) + ", got " + std::to_string(entries));
 }
 
 /// What the kernels of runs leave to others: calls that the kernels of equal runs take.
@@ -167,13 +174,13 @@ Result<PrefillRunsPlan> plan_attention_prefill_runs(const Target& target, const 
 }
 
 Result<AttentionPlan> plan_attention_decode(const Target& target, const ops::Attention::Args& a) {
-  CF_TRY(check(a));
+  CF_TRY(check_decode(a));
   CF_TRY(check_16_bits(a));
   return attention_plan(target.arch, ops::Attention::dims(a), a.q.dtype);
 }
 
 Result<FloatAttentionPlan> plan_attention_f32(const Target& target, const ops::Attention::Args& a) {
-  CF_TRY(check(a));
+  CF_TRY(check_decode(a));
   return FloatAttentionPlan{.splits = attention_plan(target.arch, ops::Attention::dims(a), DType::f32).splits};
 }
 

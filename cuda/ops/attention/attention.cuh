@@ -32,6 +32,7 @@ struct AttentionCall {
 
   /// How many keys query i of a sequence with n valid entries sees. Without any its result is NaN.
   __device__ int visible_keys(int n, int i) const { return cache.visible_entries(n, q_len, i); }
+  __device__ AllTiles tiles(int n, int i, int tile_keys) const { return {visible_keys(n, i), tile_keys}; }
   /// The first element of a query, in q and in y.
   __device__ long query(int b, int i, int head) const { return ((long(b) * q_len + i) * heads + head) * head_dim; }
   /// The kv head that a query head reads.
@@ -54,9 +55,11 @@ AttentionCall attention_call(const ops::Attention::Args& a);
 /// kTileArrivals arrivals and the copies' bytes.
 /// Run `apart` has a call of its own: with `only`, a call copies this run alone, and without it the others. Where
 /// `apart` is no run of the tile, a call without `only` copies the whole tile.
-template <int TileKeys, class T>
-__device__ void copy_tile(T* tile, const T* k, const T* v, int keys, int head_dim, std::uint64_t* full, int apart = -1,
-                          bool only = false) {
+/// copy(to, values, r, from, bytes) copies the keys of run r to `to` and their values to `values`. So many bytes of the
+/// run are in the cache; its first key is `from` elements behind the tile's. Without `copy` the keys lie one behind the
+/// other from k on, and the values from v.
+template <int TileKeys, class T, class Copy>
+__device__ void copy_tile(T* tile, int keys, int head_dim, std::uint64_t* full, int apart, bool only, Copy copy) {
   constexpr int run = TileKeys / 8, runs = kTileArrivals / kAttentionWarps;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pitch = run_pitch(TileKeys, head_dim);
 #pragma unroll 1
@@ -65,15 +68,22 @@ __device__ void copy_tile(T* tile, const T* k, const T* v, int keys, int head_di
     if ((r == apart) != only) continue;
     const int elements = max(0, min(keys - r * run, run)) * head_dim, bytes = elements * int(sizeof(T));
     T *const to = tile + r * pitch, *const values = to + 8 * pitch;
-    if (bytes > 0 && elected()) {
-      copy_bulk(to, k + from, bytes, full);
-      copy_bulk(values, v + from, bytes, full);
-    }
+    copy(to, values, r, from, bytes);
 #pragma unroll 1
     for (int e = elements + lane * kVec; e < run * head_dim; e += 32 * kVec) *reinterpret_cast<uint4*>(values + e) = {};
     __syncwarp();
     if (lane == 0) arrive_expecting(full, 2 * bytes);
   }
+}
+template <int TileKeys, class T>
+__device__ void copy_tile(T* tile, const T* k, const T* v, int keys, int head_dim, std::uint64_t* full, int apart = -1,
+                          bool only = false) {
+  copy_tile<TileKeys>(tile, keys, head_dim, full, apart, only, [&](T* to, T* values, int, int from, int bytes) {
+    if (bytes > 0 && elected()) {
+      copy_bulk(to, k + from, bytes, full);
+      copy_bulk(values, v + from, bytes, full);
+    }
+  });
 }
 
 /// A lane's registers of mma()'s operand a, which is 16 x 16.

@@ -151,17 +151,22 @@ inline std::string to_string(const AttentionPlan& p) {
 /// Blocks that the plan expects on an SM. Heads above 128 elements take so many registers that one block fits.
 constexpr int decode_blocks_per_sm(int padded_head_dim) { return padded_head_dim > 128 ? 1 : 2; }
 
+/// The most keys that a query sees. As Dims::seen(), but constexpr, so that plans are checked when they are compiled.
+constexpr std::int64_t most_keys(const ops::Attention::Dims& d) {
+  return d.window ? std::min(d.max_kv_len, d.window.sinks + d.window.keys) : d.max_kv_len;
+}
+
 /// The query heads of a GQA tile: one in small caches, where each query head loads keys by itself. The float32 kernel
 /// has one head a block.
 constexpr int gqa_heads_of(const Arch& arch, const ops::Attention::Dims& d, DType activation) {
-  const bool together = activation != DType::f32 && d.max_kv_len * d.head_dim > arch.tuning->unshared_elements;
+  const bool together = activation != DType::f32 && most_keys(d) * d.head_dim > arch.tuning->unshared_elements;
   return together ? gqa_tile_heads(int(d.heads / d.kv_heads)) : 1;
 }
 
 /// The most splits of a GQA tile's keys. Where an SM holds two blocks, a cluster of kMaxGqaSplits blocks fits half of a
 /// GPC's SMs.
 constexpr int most_splits(const Arch& arch, const ops::Attention::Dims& d, int gqa_heads) {
-  const bool many = gqa_heads > 1 && d.max_kv_len > arch.tuning->few_splits_entries &&
+  const bool many = gqa_heads > 1 && most_keys(d) > arch.tuning->few_splits_entries &&
                     decode_blocks_per_sm(padded_head_dim(d.head_dim)) > 1;
   return many ? std::min(kMaxGqaSplits, arch.largest_cluster_blocks) : std::min(kMaxSplits, arch.max_cluster_blocks);
 }
@@ -175,14 +180,26 @@ constexpr int parts_beside_ring(int gqa_heads) {
   return inbox_parts(gqa_heads) + (gqa_heads > 1 ? 0 : kAttentionWarps);
 }
 
+/// Whether a call asks for more than all keys of a contiguous cache: pages, a window that leaves keys out, or sinks.
+inline bool needs_any_cache(const ops::Attention::Args& a) {
+  return a.page_table || a.q_sinks || (a.window && a.window.keys < a.max_kv_len);
+}
+
+/// The most tiles of keys that a query sees: SeenTiles of max_kv_len keys.
+constexpr int most_tiles(const ops::Attention::Dims& d, int tile_keys) {
+  const auto tiles = [=](std::int64_t keys) { return int((keys + tile_keys - 1) / tile_keys); };
+  return d.window ? tiles(d.window.sinks) + tiles(std::min(d.window.keys, d.max_kv_len)) : tiles(d.max_kv_len);
+}
+
 /// The number of splits doubles while each split has at least one tile of max_kv_len keys and all clusters have their
 /// SMs at once. The ring is as long as shared memory allows, but no longer than a split.
 constexpr AttentionPlan attention_plan(const Arch& arch, const ops::Attention::Dims& d, DType activation) {
   const int padded = padded_head_dim(d.head_dim), keys = decode_tile(padded), stage_bytes = tile_bytes(keys, padded);
   const int gqa_heads = gqa_heads_of(arch, d, activation), most = most_splits(arch, d, gqa_heads);
   const std::int64_t tiles = d.batch * d.q_len * (d.heads / gqa_heads);
+  const int key_tiles = most_tiles(d, keys);
   int splits = 1;
-  while (splits < most && d.max_kv_len > splits * keys &&
+  while (splits < most && key_tiles > splits &&
          tiles * splits * 2 <= arch.sm_count * arch.tuning->split_blocks_on_two_sms / 2)
     splits *= 2;
 
@@ -190,10 +207,52 @@ constexpr AttentionPlan attention_plan(const Arch& arch, const ops::Attention::D
   // The driver and the kernel's static variables take 2 KB of a block's shared memory.
   const int most_bytes =
       std::min(arch.smem_per_sm_bytes / decode_blocks_per_sm(padded), arch.smem_per_block_bytes) - 2048;
-  const std::int64_t split_tiles = (d.max_kv_len + splits * keys - 1) / (splits * keys);
-  const int stages = int(std::min<std::int64_t>({kMaxStages, (most_bytes - parts_bytes) / stage_bytes, split_tiles}));
+  const int split_tiles = (key_tiles + splits - 1) / splits;
+  const int stages = std::min({kMaxStages, (most_bytes - parts_bytes) / stage_bytes, split_tiles});
   return {.gqa_heads = gqa_heads, .splits = splits, .stages = stages, .smem_bytes = parts_bytes + stages * stage_bytes};
 }
+
+/// The keys that a query sees of a cache of any kind, in tiles: first the sinks, which have tiles of their own, then the
+/// keys of its window. Each of the two begins with a tile's first key.
+class SeenTiles {
+ public:
+  /// Of a query that sees `visible` keys without a window.
+  constexpr SeenTiles(const KeyWindow& window, int visible, int tile_keys)
+      : tile_keys_(tile_keys),
+        first_(int(window.first(visible))),
+        end_(visible),
+        sinks_(int(std::min<std::int64_t>(window.sinks, visible))),
+        sink_tiles_(tiles_of(sinks_)) {}
+
+  constexpr int count() const { return sink_tiles_ + tiles_of(end_ - first_); }
+  /// Those of the sinks are the tiles before this one.
+  constexpr int sink_tiles() const { return sink_tiles_; }
+  /// The first key of a tile.
+  constexpr int first_key(int tile) const {
+    return tile < sink_tiles_ ? tile * tile_keys_ : first_ + (tile - sink_tiles_) * tile_keys_;
+  }
+  /// How many keys are seen from a tile's first one on: those of the tiles behind it count, but the sinks and the
+  /// window do so apart.
+  constexpr int keys_from(int tile) const { return (tile < sink_tiles_ ? sinks_ : end_) - first_key(tile); }
+  /// The newest key, if the keys of all tiles were numbered one after the other.
+  constexpr int newest() const { return end_ > first_ ? sink_tiles_ * tile_keys_ + end_ - first_ - 1 : sinks_ - 1; }
+
+ private:
+  constexpr int tiles_of(int keys) const { return (keys + tile_keys_ - 1) / tile_keys_; }
+  int tile_keys_, first_, end_, sinks_, sink_tiles_;
+};
+
+/// SeenTiles of a query that sees all keys up to its own.
+class AllTiles {
+ public:
+  constexpr AllTiles(int keys, int tile_keys) : keys_(keys), tile_keys_(tile_keys) {}
+  constexpr int count() const { return (keys_ + tile_keys_ - 1) / tile_keys_; }
+  constexpr int keys_from(int tile) const { return keys_ - tile * tile_keys_; }
+  constexpr int newest() const { return keys_ - 1; }
+
+ private:
+  int keys_, tile_keys_;
+};
 
 /// The tiles [begin, end) of keys of one split of a GQA tile. `used` splits have tiles: all of them, or as many as
 /// there are tiles. A GQA tile without keys has one split, whose results are NaN.

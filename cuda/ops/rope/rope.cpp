@@ -8,8 +8,6 @@ namespace {
 template <class Args>
 Result<RopePlan> plan_of(const Target& target, const Args& a) {
   constexpr std::string_view name = Args::Op::name;
-  CF_TRY(check_cache(a));
-  if constexpr (requires { a.runs; }) CF_TRY(check_equal_runs(a));
   const auto d = Args::Op::dims(a);
   CF_TRY(check_multiple_of_8(name, "head_dim", d.head_dim));
   CF_TRY(check_activation(name, a.qkv.dtype));
@@ -20,6 +18,17 @@ Result<RopePlan> plan_of(const Target& target, const Args& a) {
 }  // namespace
 
 Result<RopePlan> plan_rope(const Target& target, const ops::Rope::Args& a) { return plan_of(target, a); }
-Result<RopePlan> plan_rope_append(const Target& target, const ops::RopeAppend::Args& a) { return plan_of(target, a); }
+
+Result<RopePlan> plan_rope_append(const Target& target, const ops::RopeAppend::Args& a) {
+  CF_TRY(check_cache(a));
+  CF_TRY(check_equal_runs(a));
+  return plan_of(target, a);
+}
+
+Result<TableLaunches<RopePlan>> plan_rope_append_runs(const Target& target, const ops::RopeAppend::Args& a) {
+  CF_TRY_ASSIGN(const RopePlan plan, plan_of(target, a));
+  const auto d = ops::RopeAppend::dims(a);
+  return TableLaunches<RopePlan>{plan, run_tables(table_of(a.runs, d.batch, d.q_len))};
+}
 
 }  // namespace cf::cuda

@@ -5,8 +5,8 @@
 #include "cuda/device/math.cuh"
 #include "cuda/device/sync.cuh"
 #include "cuda/device/vec.cuh"
-#include "cuda/ops/rope/rope.hpp"
 #include "cuda/ops/prepare.hpp"
+#include "cuda/ops/rope/rope.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/runtime/launch.hpp"
 
@@ -19,29 +19,52 @@ struct HeadRows {
   long stride;
 };
 
+/// What the kernels read of a call, whose Args have much that they do not need.
+struct RopeInput {
+  const void* qkv;
+  const float *cos, *sin;
+  const std::int32_t* positions;
+  int heads, kv_heads, head_dim;  // heads of q
+  int table_rows, half;           // half of the rotated elements
+};
+
+template <class Args>
+RopeInput rope_input(const Args& a) {
+  const auto d = Args::Op::dims(a);
+  return {.qkv = a.qkv.data,
+          .cos = a.cos.data,
+          .sin = a.sin.data,
+          .positions = a.positions.data,
+          .heads = int(d.heads),
+          .kv_heads = int(d.kv_heads),
+          .head_dim = int(d.head_dim),
+          .table_rows = int(d.table_rows),
+          .half = int(d.rotary_dim / 2)};
+}
+
 /// The rows of consecutive heads of a token's q, k or v, (tokens, heads, head_dim).
 template <class T>
-__device__ HeadRows<T> token_rows(const AnyView<3>& to, long token, int head) {
-  return {static_cast<T*>(to.data) + (token * to.shape[1] + head) * to.shape[2], long(to.shape[2])};
+__device__ HeadRows<T> token_rows(void* to, long token, int head, int heads, int head_dim) {
+  return {static_cast<T*>(to) + (token * heads + head) * head_dim, head_dim};
 }
 
 /// Rotates the 16 bytes at `column` of each head, which are in `vectors`. `x(i)` is the whole of head i's q or k, which
 /// has the other element of each pair. An element behind the rotated ones goes the same way and keeps its bits. A
 /// position outside the table reads nothing outside the table and makes the rotated elements NaN.
-template <class T, class Args, class ForEachHead, class Head>
-__device__ void turn(const Args& a, long token, int column, uint4* vectors, ForEachHead for_each_head, Head x) {
+template <class T, class ForEachHead, class Head>
+__device__ void turn(const RopeInput& a, long token, int column, uint4* vectors, ForEachHead for_each_head, Head x) {
   constexpr int n = kLane<T>;
-  const int half = int(a.cos.shape[1]);
-  const long position = a.positions.data[token];
-  const bool known = position >= 0 && position < a.cos.shape[0];
+  const int half = a.half;
+  const long position = a.positions[token];
+  const bool known = position >= 0 && position < a.table_rows;
   const long row = (known ? position : 0) * half;
   const auto is_first = [&](int e) { return column + e < half; };
   float cos[n], sin[n];
 #pragma unroll
   for (int e = 0; e < n; ++e) {
     const long at = row + (is_first(e) ? column + e : min(column + e - half, half - 1));
-    cos[e] = known ? a.cos.data[at] : NAN;
-    sin[e] = a.sin.data[at];
+    cos[e] = known ? a.cos[at] : NAN;
+    sin[e] = a.sin[at];
   }
   for_each_head([&](int h) {
     alignas(16) T mine[n], other[n];
@@ -59,23 +82,21 @@ __device__ void turn(const Args& a, long token, int column, uint4* vectors, ForE
   });
 }
 
-/// One unit of token blockIdx.x. A thread loads its part of all heads before it stores any. `rows` has
+/// One unit of a token, which all threads of a block have in common. A thread loads its part of all heads before it stores any. `rows` has
 ///   begin(token)                 loads what says where the token goes
 ///   of(token, part, first_head)  the HeadRows of a part from a head on
-template <class T, int Heads, ops::QkvLayout Layout, class Args, class Rows>
-__device__ void rope_unit(const Args& a, const RopePlan& plan, Rows rows) {
+template <class T, int Heads, ops::QkvLayout Layout, class Rows>
+__device__ void rope_unit(const RopeInput& a, const RopePlan& plan, long token, Rows rows) {
   constexpr bool separate = Layout == ops::QkvLayout::separate;
   const int index = int(blockIdx.y * blockDim.x + threadIdx.x);
   const RopeUnit unit = plan.unit<Layout>(index);
-  const int head_dim = int(a.qkv.shape[3]), first_head = unit.group * Heads, column = unit.vector * kLane<T>;
-  const long token = blockIdx.x;
-  int heads = int(separate ? a.q.shape[1] : a.qkv.shape[1]);  // of the unit's part
-  const T* from = static_cast<const T*>(a.qkv.data);
+  const int head_dim = a.head_dim, first_head = unit.group * Heads, column = unit.vector * kLane<T>;
+  int heads = a.heads;  // of the unit's part
+  const T* from = static_cast<const T*>(a.qkv);
   if constexpr (separate) {
-    const int all = int(a.qkv.shape[1]), kv_heads = (all - heads) / 2;
-    const int place = unit.part == 0 ? first_head : heads + (unit.part - 1) * kv_heads + first_head;
-    from += (token * all + place) * head_dim;
-    if (unit.part > 0) heads = kv_heads;
+    const int place = unit.part == 0 ? first_head : heads + (unit.part - 1) * a.kv_heads + first_head;
+    from += (token * (heads + 2 * a.kv_heads) + place) * head_dim;
+    if (unit.part > 0) heads = a.kv_heads;
   } else {
     from += ((token * heads + first_head) * 3 + unit.part) * head_dim;
   }
@@ -98,13 +119,13 @@ __device__ void rope_unit(const Args& a, const RopePlan& plan, Rows rows) {
   for_each_head([&](int i) { *reinterpret_cast<uint4*>(to.first + i * to.stride + column) = vectors[i]; });
 }
 
-/// Adds a plan's launch. launch_kernel(zero, layout, shape) adds the kernel for activations of zero's type and the
-/// layout that `layout` has as its value.
+/// Adds a plan's launch for some of a call's tokens. launch_kernel(zero, layout, shape) adds the kernel for activations
+/// of zero's type and the layout that `layout` has as its value.
 template <class Args, class LaunchKernel>
-Status launch_rope_of(const Args& a, const RopePlan& plan, LaunchKernel launch_kernel) {
+Status launch_rope_of(const Args& a, const RopePlan& plan, std::int64_t tokens, LaunchKernel launch_kernel) {
   return with_activation(Args::Op::name, a.qkv.dtype, [&](auto zero) {
     using ops::QkvLayout;
-    const LaunchShape shape{.grid = dim3(unsigned(a.qkv.shape[0]), unsigned(plan.blocks.blocks)),
+    const LaunchShape shape{.grid = dim3(unsigned(tokens), unsigned(plan.blocks.blocks)),
                             .block = unsigned(plan.blocks.threads)};
     if (a.layout == QkvLayout::separate)
       return launch_kernel(zero, std::integral_constant<QkvLayout, QkvLayout::separate>(), shape);

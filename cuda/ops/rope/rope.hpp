@@ -5,6 +5,7 @@
 #include "core/host_device.hpp"
 #include "core/ops/rope.hpp"
 #include "cuda/ops/kernel.hpp"
+#include "cuda/ops/run_table.hpp"
 #include "cuda/ops/token_plan.hpp"
 #include "cuda/runtime/arch.hpp"
 #include "cuda/runtime/plan_text.hpp"
@@ -91,10 +92,13 @@ constexpr RopePlan rope_plan(const Arch& arch, std::int64_t tokens, std::int64_t
   return p;
 }
 
-/// Both refuse a head_dim that is not a multiple of 8.
+/// All refuse a head_dim that is not a multiple of 8. rope_append takes as many tokens of each sequence to a contiguous
+/// cache, rope_append_runs runs of any counts to a cache of any kind.
 Result<RopePlan> plan_rope(const Target&, const ops::Rope::Args&);
 Result<RopePlan> plan_rope_append(const Target&, const ops::RopeAppend::Args&);
+Result<TableLaunches<RopePlan>> plan_rope_append_runs(const Target&, const ops::RopeAppend::Args&);
 Status launch_rope(const ops::Rope::Args&, const RopePlan&, LaunchList&);
 Status launch_rope_append(const ops::RopeAppend::Args&, const RopePlan&, LaunchList&);
+Status launch_rope_append_runs(const ops::RopeAppend::Args&, const TableLaunches<RopePlan>&, LaunchList&);
 
 }  // namespace cf::cuda

@@ -9,6 +9,7 @@
 #include "cuda/device/sync.cuh"
 #include "cuda/device/vec.cuh"
 #include "cuda/device/warp.cuh"
+#include "cuda/ops/sample/row.cuh"
 #include "cuda/runtime/launch.hpp"
 
 namespace cf::cuda {
@@ -51,34 +52,6 @@ struct Row {
     return sampling::score(logit, penalised, repetition_penalty, temperature);
   }
 
-  /// Calls f(logit, id) for all ids. Threads share them, and a thread's ids ascend. A row begins anywhere: what lies
-  /// before and behind its whole vectors of 16 bytes is loaded by elements.
-  template <int kInFlight, class F>
-  __device__ void for_each_logit(F f) const {
-    const int thread = int(threadIdx.x);
-    const int before = int(-reinterpret_cast<std::uintptr_t>(logits) % 16 / sizeof(T));
-    const int lead = before < vocab ? before : vocab;
-    if (thread < lead) f(to_float(logits[thread]), thread);
-
-    const T* const whole = logits + lead;
-    const int vectors = (vocab - lead) / kLane<T>;
-    for (int first = thread; first < vectors; first += kInFlight * kThreads) {
-      uint4 raw[kInFlight];
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i)
-        if (const int v = first + i * kThreads; v < vectors) raw[i] = load_raw(whole + v * kLane<T>);
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i)
-        if (const int v = first + i * kThreads; v < vectors) {
-          float x[kLane<T>];
-          unpack(raw[i], x, T{});
-#pragma unroll
-          for (int e = 0; e < kLane<T>; ++e) f(x[e], lead + v * kLane<T> + e);
-        }
-    }
-    if (const int id = lead + vectors * kLane<T> + thread; id < vocab) f(to_float(logits[id]), id);
-  }
-
   /// Calls f(score, id) for the ids first, first + stride and so on below `end`.
   template <class F>
   __device__ void for_each_score(int first, int end, int stride, F f) const {
@@ -103,7 +76,7 @@ __device__ std::uint64_t highest_key(Shared& s, const Row<T>& row) {
   std::int32_t highest_id = 0;
   bool refused = false;
   // Scores take many more registers than logits.
-  row.template for_each_logit<kPlain ? 8 : 2>([&](float logit, std::int32_t id) {
+  for_each_logit<kThreads, kPlain ? 8 : 2>(row.logits, row.vocab, [&](float logit, std::int32_t id) {
     const float score = kPlain ? logit : row.score(logit, id);
     refused |= !(score < INFINITY);
     // The thread's ids ascend: it keeps the lowest one of equal scores.

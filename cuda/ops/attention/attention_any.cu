@@ -1,0 +1,23 @@
+// Decode attention for what attention.cu's kernels do not take: caches in pages, windows, sinks and streams.
+#include "cuda/ops/attention/decode.cuh"
+
+namespace cf::cuda {
+namespace {
+
+AnyAttentionCall any_attention_call(const ops::Attention::Args& a) {
+  const bool streams = a.max_kv_len > cache_capacity(a);
+  const AnyCacheView view(a.k_cache, a.page_table, streams ? a.window : KeyWindow{});
+  return {attention_call(a), view, a.q_sinks.data, a.window};
+}
+
+}  // namespace
+
+Status launch_any_float(const ops::Attention::Args& a, const FloatAttentionPlan& plan, LaunchList& launches) {
+  return launch_float(a, any_attention_call(a), plan, launches);
+}
+
+Status launch_any_decode(const ops::Attention::Args& a, const AttentionPlan& plan, LaunchList& launches) {
+  return launch_decode(a, any_attention_call(a), plan, launches);
+}
+
+}  // namespace cf::cuda

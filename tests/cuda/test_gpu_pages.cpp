@@ -1,0 +1,181 @@
+// On the GPU: appends to caches in pages and to streams' caches, and runs of any number in one launch.
+#include <numeric>
+#include <random>
+#include <tuple>
+
+#include "tests/cuda/device_pages.hpp"
+#include "tests/cuda/device_tensors.hpp"
+#include "tests/support/mixed_steps.hpp"
+#include "tests/support/op_test_case.hpp"
+
+using namespace cf;
+using namespace cf::test;
+
+namespace {
+
+using Appends = std::tuple<ops::KvAppend, ops::RopeAppend>;
+
+std::vector<ModelConfig> models() {
+  return {model_of(2, 80, 20, 24), gated_model_of(ModelType::llama, 8, 2, 128, 64, 40)};
+}
+
+/// `count` runs of 1 to `most` rows in random order, and sequences without one between them.
+Setup runs_of(const ModelConfig& model, DType activation, std::int64_t count, std::int64_t most) {
+  Setup s{.model = model,
+          .load = {.batch = count + count / 3 + 1, .q_len = most, .kv_len = 70, .capacity = 73},
+          .activation = activation,
+          .seed = std::uint64_t(count)};
+  s.model.max_position_embeddings = 73;
+  s.values = activation == DType::bf16 ? DType::bf16 : DType::f16;
+  std::vector<std::int64_t> sequences(std::size_t(s.load.batch));
+  std::iota(sequences.begin(), sequences.end(), 0);
+  std::mt19937_64 random(s.seed);
+  std::shuffle(sequences.begin(), sequences.end(), random);
+  std::int64_t row = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int64_t n = 1 + std::int64_t(random() % std::uint64_t(most));
+    s.runs.push_back({.sequence = sequences[std::size_t(i)], .first_row = row, .count = n});
+    row += n;
+  }
+  return s;
+}
+
+template <class Op>
+std::int32_t* lengths_of(Problem<Op>& p) {
+  for (auto& b : p.blocks())
+    if (b.role == Role::length) return static_cast<std::int32_t*>(b.data());
+  return nullptr;
+}
+
+/// How many launches a call is.
+template <class Args>
+std::size_t launches_of(const Args& args, const cuda::Context& c) {
+  cuda::LaunchList launches(c);
+  require_ok(cuda::prepare(args, launches));
+  return launches.size();
+}
+
+}  // namespace
+
+OP_TEST_CASE("On the GPU a launch appends up to 256 runs of any counts", "[gpu][runs]", Appends) {
+  for (DType activation : {DType::f16, DType::f32})
+    for (const ModelConfig& model : models())
+      for (std::int64_t count : {2, 3, 65, 256, 257, 300})
+        for (std::int64_t most : {1, 4}) {
+          if (activation == DType::f32 && count != 65) continue;
+          const Setup s = runs_of(model, activation, count, most);
+          INFO(TestType::name << ": " << describe(s) << ", runs " << count);
+          cuda::Context c = context();
+          DeviceProblem<TestType> together(s), apart(s);
+          CHECK(launches_of(together.args(), c) == (count > 256 ? 2u : 1u));
+          const std::vector<std::byte> got = together.run(c).bytes();
+          require_ok(each_by_itself(apart.args(), [&](const auto& part) { return cuda::run(part, c); }));
+          const bool same = got == apart.fetch().bytes();
+          CHECK(same);
+          if (count == 65) CHECK(check_on_device<TestType>(s, example_of<TestType>(s)));
+        }
+}
+
+OP_TEST_CASE("On the GPU pages of any length are appended to as a contiguous cache is", "[gpu][pages]", Appends) {
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (std::int64_t page : {64, 128})
+      for (std::int64_t kv_len :
+           {std::int64_t(1), std::int64_t(63), std::int64_t(64), std::int64_t(65), page - 1, page, page + 1, 2 * page})
+        for (std::int64_t q_len : {1, 3}) {
+          if (kv_len < q_len) continue;
+          Setup s{.model = models()[std::size_t(kv_len % 2)],
+                  .load = {.batch = 3, .q_len = q_len, .kv_len = kv_len, .capacity = kv_len + 2},
+                  .activation = activation,
+                  .seed = std::uint64_t(kv_len)};
+          s.model.max_position_embeddings = 300;
+          s.values = activation == DType::bf16 ? DType::bf16 : DType::f16;
+          check_pages_on_device<TestType>(s, page);
+        }
+}
+
+OP_TEST_CASE("On the GPU runs of any number and length append to pages of their own", "[gpu][pages][runs]", Appends) {
+  for (const ModelConfig& model : models()) {
+    check_pages_on_device<TestType>(mixed_setup(model, DType::f16), 64);
+    for (std::int64_t count : {1, 2, 300}) check_pages_on_device<TestType>(runs_of(model, DType::f16, count, 3), 64);
+  }
+}
+
+OP_TEST_CASE("On the GPU an idle sequence and a page outside the pool are not written", "[gpu][pages][bad]", Appends) {
+  Setup s{.model = model_of(2, 80, 20, 24),
+          .load = {.batch = 4, .q_len = 2, .kv_len = 70, .capacity = 72},
+          .activation = DType::f16};
+  s.model.max_position_embeddings = 72;
+  cuda::Context c = context();
+  Problem<TestType> untouched(s);
+  lengths_of(untouched)[1] = kIdleLength;
+  DeviceProblem<TestType> contiguous(untouched);
+  PagedDeviceProblem<TestType> paged(untouched, 64);
+  Problem<TestType>& expected = contiguous.run(c);
+  paged.run(c);
+  CHECK(paged.same_as(expected));
+  // A table of pages that there are none of.
+  for (std::int32_t bad : {INT32_MIN, -1, 1000, INT32_MAX}) {
+    PagedDeviceProblem<TestType> broken(untouched, 64);
+    const std::vector<std::int32_t> table(std::size_t(2 * 4), bad);
+    const DeviceBytes device_table(std::as_bytes(std::span(table)));
+    broken.args().page_table.data = reinterpret_cast<const std::int32_t*>(device_table.data());
+    broken.run(c);
+    CHECK(broken.same_as(untouched));
+  }
+}
+
+TEST_CASE("On the GPU a stream's new entries take the oldest ones' places behind the sinks", "[gpu][stream]") {
+  const KeyWindow window{.keys = 60, .sinks = 4};
+  for (DType activation : {DType::f16, DType::f32})
+    for (std::int64_t page : {0, 64})
+      for (std::int64_t q_len : {1, 5})
+        for (std::int32_t length : {9, 127, 128, 129, 250, 1000, 1 << 30, INT32_MAX}) {
+          const Setup s{.model = gated_model_of(ModelType::llama, 4, 2, 80, 64, 40),
+                        .load = {.batch = 3, .q_len = q_len, .kv_len = 128, .capacity = 128},
+                        .activation = activation};
+          INFO(describe(s) << ", pages of " << page << ", length " << length);
+          cuda::Context c = context();
+          Problem<ops::KvAppend> untouched(s);
+          for (std::int32_t b = 0; b < 3; ++b) lengths_of(untouched)[b] = length - b;
+          lengths_of(untouched)[1] = kIdleLength;
+          Problem<ops::KvAppend> expected(untouched);
+          expected.args().window = window;
+          require_ok(cpu_ref::run(expected.args()));
+          if (page) {
+            PagedDeviceProblem<ops::KvAppend> paged(untouched, page);
+            paged.args().window = window;
+            paged.run(c);
+            CHECK(paged.same_as(expected));
+          } else {
+            DeviceProblem<ops::KvAppend> stream(untouched);
+            stream.args().window = window;
+            const bool same = stream.run(c).bytes() == expected.bytes();
+            CHECK(same);
+          }
+        }
+}
+
+TEST_CASE("On the GPU rope makes q a second time for the sinks, by rows of their own", "[gpu][stream]") {
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (const ModelConfig& model : models())
+      for (std::int64_t q_len : {1, 5, 70}) {
+        Setup s{.model = model, .load = {.batch = 3, .q_len = q_len, .kv_len = 73}, .activation = activation};
+        s.model.max_position_embeddings = 73;
+        s.values = activation == DType::bf16 ? DType::bf16 : DType::f16;
+        INFO(describe(s));
+        cuda::Context c = context();
+        DeviceProblem<ops::Rope> both(s), alone(s), for_sinks(s);
+        const Tensor zeros(activation, {3 * q_len, both.dims().heads, both.dims().head_dim});
+        std::vector<std::int32_t> rows(std::size_t(3 * q_len));
+        for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = std::int32_t((7 * i + 2) % 73);
+        const DeviceBytes q_sinks(Paged<ops::KvAppend>::bytes_of(zeros)), positions(std::as_bytes(std::span(rows)));
+        both.args().q_sinks = {q_sinks.data(), both.args().q.shape, activation};
+        both.args().sink_positions = {reinterpret_cast<const std::int32_t*>(positions.data()), {3 * q_len}};
+        for_sinks.args().positions = both.args().sink_positions;
+        const std::vector<std::byte> got = both.run(c).bytes();
+        const bool same = got == alone.run(c).bytes();
+        CHECK(same);
+        for_sinks.run(c);
+        CHECK(same_bits(fetch<3>(both.args().q_sinks), fetch<3>(for_sinks.args().q)));
+      }
+}

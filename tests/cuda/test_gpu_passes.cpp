@@ -1,0 +1,314 @@
+// Passes on the GPU: prompts of any lengths and running tokens that share them, beside each sequence alone.
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <random>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "tests/cuda/small_model.hpp"
+#include "tests/support/refusal.hpp"
+
+using namespace cf;
+using namespace cf::test;
+
+namespace {
+
+/// The step of whole prompts, one in each slot from 0 on.
+struct Prompts {
+  std::vector<Ids> all;
+  std::vector<Run> runs{};
+  Ids ids{};
+
+  explicit Prompts(std::vector<Ids> prompts) : all(std::move(prompts)) {
+    for (const Ids& p : all) {
+      runs.push_back({.sequence = std::int64_t(runs.size()), .count = std::int64_t(p.size())});
+      ids.insert(ids.end(), p.begin(), p.end());
+    }
+  }
+};
+
+/// Prompts of 1 to `most` ids.
+Prompts random_prompts(std::int64_t count, std::uint32_t most, std::uint64_t seed) {
+  std::mt19937 random{std::uint32_t(seed)};
+  std::vector<Ids> all;
+  for (std::int64_t i = 0; i < count; ++i)
+    all.push_back(ids_of(1 + std::int64_t(random() % most), seed * 1000 + std::uint64_t(i)));
+  return Prompts(std::move(all));
+}
+
+/// Every second sequence is sampled.
+SequenceOptions options_of(std::size_t i, std::int64_t tokens) {
+  SequenceOptions o{.id = i, .max_new_tokens = tokens};
+  if (i % 2) o.sampling = {.temperature = 1, .seed = 9};
+  return o;
+}
+
+/// The ids of each sequence by itself.
+class Alone {
+ public:
+  Alone(const Small& small, const Model::Options& o) : decoder_(small.model(o), {.step_tokens = 0}) {}
+  const Ids& operator()(const Ids& prompt, std::size_t i, std::int64_t tokens) {
+    const auto [found, is_new] = known_.try_emplace({prompt, i, tokens});
+    if (is_new) {
+      const auto s = taken(decoder_.add(prompt, options_of(i, tokens)));
+      while (decoder_.active()) taken(decoder_.decode());
+      found->second = taken(decoder_.ids(s));
+      require_ok(decoder_.drop(s));
+    }
+    return found->second;
+  }
+
+ private:
+  Decoder decoder_;
+  std::map<std::tuple<Ids, std::size_t, std::int64_t>, Ids> known_;
+};
+
+Tensor rows_of(const Tensor& all, std::int64_t first, std::int64_t count) {
+  Tensor part(all.dtype(), {count, kVocab});
+  const auto bytes = kVocab * std::int64_t(size_bytes(all.dtype()));
+  std::memcpy(part.data(), static_cast<const char*>(all.data()) + first * bytes, std::size_t(count * bytes));
+  return part;
+}
+
+}  // namespace
+
+TEST_CASE("passes on the GPU: 1 to 300 prompts in one call are given the ids that each has alone", "[gpu][passes]") {
+  const auto [impl, count, chunk] = GENERATE(table<Impl, std::int64_t, std::int64_t>({{Impl::graph, 2, 64},
+                                                                                      {Impl::graph, 7, 2048},
+                                                                                      {Impl::graph, 64, 512},
+                                                                                      {Impl::graph, 300, 2048},
+                                                                                      {Impl::unfused, 7, 256},
+                                                                                      {Impl::persistent, 7, 512},
+                                                                                      {Impl::layer, 2, 2048}}));
+  const bool gated = GENERATE(false, true);
+  if (gated && (impl == Impl::layer || count == 300)) return;
+  CAPTURE(to_string(impl), count, chunk, gated);
+  const Small small(DType::f16, {}, gated ? gated_config() : small_config());
+  const Model::Options options{.slots = count, .capacity = 320, .chunk = chunk, .impl = impl};
+  constexpr std::int64_t kTokens = 6;
+  const Prompts prompts = random_prompts(count, 300, std::uint64_t(count));
+  Alone alone(small, options);
+  Decoder d = small.decoder(options);
+  for (int run = 0; run < 2; ++run) {
+    std::vector<Decoder::Sequence> sequences;
+    for (std::size_t i = 0; i < prompts.all.size(); ++i)
+      sequences.push_back(taken(d.add(prompts.all[i], options_of(i, kTokens))));
+    CHECK(taken(d.prefill()).size() == sequences.size());
+    while (d.active()) taken(d.decode());
+    for (std::size_t i = 0; i < sequences.size(); ++i) {
+      CAPTURE(run, i, prompts.all[i].size());
+      CHECK(taken(d.ids(sequences[i])) == alone(prompts.all[i], i, kTokens));
+      require_ok(d.drop(sequences[i]));
+    }
+  }
+}
+
+TEST_CASE(
+    "passes on the GPU: the logits of prompts in one call are the oracle's within the budget, twice the same bits",
+    "[gpu][passes]") {
+  const DType dtype = GENERATE(DType::f16, DType::bf16, DType::f32);
+  const std::int64_t chunk = GENERATE(16, 100, 2048);
+  const bool gated = GENERATE(false, true);
+  CAPTURE(to_string(dtype), chunk, gated);
+  const Small small(dtype, {}, gated ? gated_config() : small_config());
+  const Prompts prompts(
+      {ids_of(1, 1), ids_of(63, 2), ids_of(64, 3), ids_of(65, 4), ids_of(2, 5), ids_of(16, 6), ids_of(17, 7)});
+  const Model::Options options{.slots = 8, .capacity = 96, .chunk = chunk};
+  std::string first;
+  for (int run = 0; run < 2; ++run) {
+    const auto model = small.model(options);
+    require_ok(model->run(prompts.runs, prompts.ids, {}));
+    std::string all;
+    for (std::size_t i = 0; i < prompts.all.size(); ++i) {
+      CAPTURE(i);
+      const Tensor row = row_of(*model, std::int64_t(i));
+      all += bits(row);
+      if (run > 0) continue;
+      check_rows(row, reference_of(small, prompts.all[i]), std::int64_t(prompts.all[i].size()) - 1);
+    }
+    CHECK(model->length(7) == 0);
+    if (run == 0) first = all;
+    CHECK(all == first);
+  }
+}
+
+TEST_CASE("passes on the GPU: a caller has the rows of logits that it asks for, with the slots' own or without",
+          "[gpu][passes]") {
+  const std::int64_t chunk = GENERATE(20, 2048);
+  const bool own = GENERATE(false, true);
+  CAPTURE(chunk, own);
+  const Small small;
+  const auto model = small.model({.slots = 4, .capacity = 96, .chunk = chunk});
+  const Ids begin = ids_of(10, 8);
+  Ids with_one = begin;
+  with_one.push_back(3);
+  // Slots 1 and 2 have entries; slot 2's own logits are those of a step.
+  require_ok(model->prefill(1, 0, begin));
+  require_ok(model->prefill(2, 0, begin));
+  require_ok(model->step(std::vector<ModelRunner::Token>{{2, 3, 10}}));
+  const std::string before = bits(row_of(*model, 2));
+
+  std::vector<Ids> read{ids_of(30, 1), begin, with_one};
+  const Ids more = ids_of(24, 2), last = ids_of(1, 3);
+  const std::vector<Run> runs{{0, 0, 30}, {2, 11, 1}, {1, 10, 24}};
+  Ids ids = read[0];
+  ids.insert(ids.end(), last.begin(), last.end());
+  ids.insert(ids.end(), more.begin(), more.end());
+  read[1].insert(read[1].end(), more.begin(), more.end());
+  read[2].push_back(last[0]);
+  const std::vector<std::int64_t> wanted{30, 1, 3};
+  Tensor rows(model->activation(), {34, kVocab});
+  require_ok(model->run(runs, ids, {.own = own, .rows = wanted, .to = rows.view<2>()}));
+  check_rows(rows_of(rows, 0, 30), reference_of(small, read[0]), 0);
+  check_rows(rows_of(rows, 30, 1), reference_of(small, read[2]), 11);
+  check_rows(rows_of(rows, 31, 3), reference_of(small, read[1]), 31);
+  for (std::int64_t slot = 0; slot < 3; ++slot)
+    CHECK(model->length(slot) == std::int64_t(read[std::size_t(slot)].size()));
+  if (own) {
+    CHECK(bits(row_of(*model, 0)) == bits(rows_of(rows, 29, 1)));
+    CHECK(bits(row_of(*model, 2)) == bits(rows_of(rows, 30, 1)));
+    CHECK(bits(row_of(*model, 1)) == bits(rows_of(rows, 33, 1)));
+  } else {
+    CHECK(bits(row_of(*model, 2)) == before);
+  }
+}
+
+TEST_CASE("passes on the GPU: running sequences get an id in each step while a prompt joins them in pieces",
+          "[gpu][passes]") {
+  const Impl impl = GENERATE(Impl::graph, Impl::persistent);
+  CAPTURE(to_string(impl));
+  const Small small;
+  const Model::Options options{.slots = 4, .capacity = 320, .chunk = 64, .impl = impl};
+  const auto model = small.model(options);
+  CHECK(model->pass_tokens() == 64);
+  CHECK(model->preferred_step_tokens() == 64);
+  CHECK(small.model({.slots = 4, .capacity = 4096})->preferred_step_tokens() == 452);
+  CHECK(small.model({.slots = 1, .capacity = 4096})->preferred_step_tokens() == 0);
+  Alone alone(small, options);
+  Decoder d = small.decoder(options);
+  const std::vector<Ids> prompts{ids_of(5, 1), ids_of(40, 2), ids_of(1, 3), ids_of(300, 4)};
+  for (std::size_t i = 0; i < 3; ++i) taken(d.add(prompts[i], options_of(i, 12)));
+  CHECK(taken(d.prefill()).size() == 3);
+  CHECK(taken(d.decode()).size() == 3);
+  taken(d.add(prompts[3], options_of(3, 12)));
+  // 61 of its ids beside three running tokens: four steps, and a fifth with the last 56, which has its first id too.
+  for (int step = 0; step < 4; ++step) CHECK(taken(d.decode()).size() == 3);
+  CHECK(taken(d.decode()).size() == 4);
+  while (d.active()) taken(d.decode());
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
+    CAPTURE(i);
+    CHECK(taken(d.ids(std::int64_t(i))) == alone(prompts[i], i, 12));
+  }
+}
+
+TEST_CASE("passes on the GPU: in random schedules every sequence gets the ids that it has alone", "[gpu][passes]") {
+  const Impl impl = GENERATE(Impl::unfused, Impl::graph, Impl::persistent);
+  const Small small;
+  const Model::Options options{.slots = 5, .capacity = 96, .chunk = 48, .impl = impl};
+  Alone alone(small, options);
+  std::mt19937 random(7);
+  const auto below = [&](std::uint32_t n) { return std::uint32_t(random() % n); };
+  int stopped = 0, joined = 0;
+  for (int round = 0; round < 40; ++round) {
+    DecoderOptions o;
+    if (below(3)) o.step_tokens = below(4) ? 1 + below(60) : 0;
+    CAPTURE(to_string(impl), round, o.step_tokens.value_or(-1));
+    Decoder d(small.model(options), o);
+    struct Sequence {
+      Ids prompt;
+      std::size_t i;
+      std::int64_t tokens;
+    };
+    std::map<Decoder::Sequence, Sequence> living;
+    const auto check = [&](Decoder::Sequence s) {
+      const Sequence& l = living.at(s);
+      const Ids& expected = alone(l.prompt, l.i, l.tokens);
+      const Ids ids = taken(d.ids(s));
+      CAPTURE(s, l.prompt.size(), l.i);
+      REQUIRE(ids.size() <= expected.size());
+      CHECK(ids == Ids(expected.begin(), expected.begin() + std::ptrdiff_t(ids.size())));
+      if (taken(d.finish(s)) == Finish::length) CHECK(ids.size() == expected.size());
+    };
+    for (int n = 0; n < 24; ++n) {
+      const std::uint32_t what = below(10);
+      if (what < 4) {
+        const Sequence l{ids_of(1 + below(70), below(6)), below(4), 1 + below(20)};
+        joined += d.active();
+        living[taken(d.add(l.prompt, options_of(l.i, l.tokens)))] = l;
+      } else if (what < 8) {
+        taken(d.decode(1 + below(8)));
+      } else if (what < 9) {
+        taken(d.prefill());
+      } else if (!living.empty()) {
+        const auto of = std::next(living.begin(), below(std::uint32_t(living.size())));
+        check(of->first);
+        stopped += taken(d.finish(of->first)) == Finish::running;
+        require_ok(d.drop(of->first));
+        living.erase(of);
+      }
+    }
+    while (d.active()) taken(d.decode(1 + below(5)));
+    for (const auto& [s, l] : living) check(s);
+  }
+  CHECK(stopped > 20);
+  CHECK(joined > 100);
+}
+
+TEST_CASE("passes on the GPU: a thousand sequences in 1,024 slots, twice the same bits", "[gpu][passes]") {
+  const bool gated = GENERATE(false, true);
+  CAPTURE(gated);
+  const Small small(DType::f16, {}, gated ? gated_config() : small_config(1));
+  constexpr std::int64_t kSlots = 1024, kTokens = 5;
+  const Model::Options options{.slots = kSlots, .capacity = 24};
+  // 24 prompts, each in many slots.
+  const auto prompt = [](std::int64_t i) { return ids_of(1 + i % 24 % 12, std::uint64_t(i % 24)); };
+  Alone alone(small, options);
+  std::string first;
+  for (int run = 0; run < 2; ++run) {
+    Decoder d = small.decoder(options);
+    for (std::int64_t i = 0; i < kSlots; ++i) taken(d.add(prompt(i), options_of(std::size_t(i % 24), kTokens)));
+    CHECK(d.free_slots() == 0);
+    CHECK(taken(d.prefill()).size() == kSlots);
+    for (std::int64_t token = 1; token < kTokens; ++token) {
+      if (token + 1 == kTokens) {
+        std::string all;
+        for (std::int64_t i : {0, 1, 500, 1023}) all += bits(taken(d.logits(i)));
+        if (run == 0) first = all;
+        CHECK(all == first);
+      }
+      CHECK(taken(d.decode()).size() == kSlots);
+    }
+    CHECK(!d.active());
+    for (std::int64_t i = 0; i < kSlots; ++i)
+      if (taken(d.ids(i)) != alone(prompt(i), std::size_t(i % 24), kTokens)) FAIL_CHECK("sequence " << i);
+  }
+}
+
+TEST_CASE("passes on the GPU: between two passes a call can be ended, and the slots serve again", "[gpu][passes]") {
+  const Small small;
+  const auto model = small.model({.slots = 4, .capacity = 96, .chunk = 32});
+  const Prompts prompts({ids_of(30, 1), ids_of(30, 2), ids_of(30, 3), ids_of(2, 4)});
+  int asked = 0;
+  model->check_between([&] { return ++asked == 2 ? Status::error(Code::io_error, "enough") : Status(); });
+  CHECK(refusal_fault(model->run(prompts.runs, prompts.ids, {}), Code::io_error, {"enough"}) == "");
+  CHECK(asked == 2);
+  CHECK(model->length(0) == 30);
+  CHECK(model->length(1) == 0);
+  model->check_between({});
+  require_ok(model->run(prompts.runs, prompts.ids, {}));
+  for (std::size_t i = 0; i < prompts.all.size(); ++i) {
+    CAPTURE(i);
+    check_rows(row_of(*model, std::int64_t(i)), reference_of(small, prompts.all[i]),
+               std::int64_t(prompts.all[i].size()) - 1);
+  }
+  // A visitor sees one prompt after the other.
+  int embeddings = 0;
+  model->watch([&](const ModelSite& site, std::span<const ModelRunner::SiteTensor>) {
+    embeddings += site.name() == "gpt_neox.embed_in";
+    return Status();
+  });
+  require_ok(model->run(prompts.runs, prompts.ids, {}));
+  CHECK(embeddings == 4);
+}
