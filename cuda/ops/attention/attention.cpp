@@ -163,6 +163,8 @@ Result<PrefillRunsPlan> plan_attention_prefill_runs(const Target& target, const 
   CF_TRY(check_runs(a));
   const auto d = ops::Attention::dims(a);
   const int padded = padded_head_dim(d.head_dim), block_rows = prefill_runs_rows(padded);
+  if (!check_no_stream(a, d) && !takes_streams(padded))
+    return not_taken("streams with head_dim up to 128", std::to_string(d.head_dim));
   const std::vector<RowRun> runs = table_of(a.runs, d.batch, d.q_len);
   for (const RowRun& run : runs) {
     CF_TRY(check_prefill(target.arch, run.count));

@@ -69,6 +69,9 @@ constexpr int prefill_tile(int padded_head_dim) { return padded_head_dim > 128 ?
 constexpr int prefill_rows(int padded_head_dim) { return (padded_head_dim > 80 ? 16 : 32) * kAttentionWarps; }
 /// The rows of a block that takes runs of any lengths and windows: masks at both ends take registers.
 constexpr int prefill_runs_rows(int padded_head_dim) { return (padded_head_dim > 64 ? 16 : 32) * kAttentionWarps; }
+/// Whether such a block takes streams: their rings, and queries of their own for the sinks. Larger heads leave no
+/// registers for that.
+constexpr bool takes_streams(int padded_head_dim) { return padded_head_dim <= 128; }
 inline constexpr int kPrefillStages = 2;
 constexpr int prefill_smem_bytes(int padded_head_dim) {
   return kPrefillStages * tile_bytes(prefill_tile(padded_head_dim), padded_head_dim);

@@ -20,34 +20,33 @@ struct AllBlockTiles {
 
 /// The tiles of keys that a block of a PrefillCall attends to, each with the entries [low, high) of which the values
 /// count. The sinks come first, for they have queries of their own. A tile with sinks and keys of the window is there
-/// twice.
+/// twice. Little is kept, because the kernels have no registers left; without Sinks there are none.
+template <int TileKeys, bool Sinks>
 class BlockTiles {
  public:
   /// `visible` keys up to their own have the block's first row, which sees the fewest, and its last row.
-  __device__ BlockTiles(const TableRun& run, int sinks, int first_visible, int last_visible, int tile_keys)
-      : tile_keys_(tile_keys),
-        sinks_(min(sinks, last_visible)),
-        sink_tiles_((sinks_ + tile_keys - 1) / tile_keys),
-        low_(run.first_key(first_visible)),
-        high_(last_visible) {}
+  __device__ BlockTiles(const PrefillCall& c, const TableRun& run, int first_visible, int last_visible)
+      : c_(c), low_(run.first_key(first_visible)), high_(last_visible) {}
 
-  __device__ int count() const { return sink_tiles_ + (high_ + tile_keys_ - 1) / tile_keys_ - low_ / tile_keys_; }
-  __device__ int sink_tiles() const { return sink_tiles_; }
+  __device__ int count() const { return sink_tiles() + (high_ + TileKeys - 1) / TileKeys - low_ / TileKeys; }
+  __device__ bool is_sinks(int tile) const { return tile < sink_tiles(); }
+  __device__ int sink_tiles() const { return (sinks() + TileKeys - 1) / TileKeys; }
   /// A tile's first entry.
   __device__ int first(int tile) const {
-    return (is_sinks(tile) ? tile : low_ / tile_keys_ + tile - sink_tiles_) * tile_keys_;
+    return (is_sinks(tile) ? tile : low_ / TileKeys + tile - sink_tiles()) * TileKeys;
   }
   __device__ int low(int tile) const { return is_sinks(tile) ? 0 : low_; }
-  __device__ int high(int tile) const { return is_sinks(tile) ? sinks_ : high_; }
+  __device__ int high(int tile) const { return is_sinks(tile) ? sinks() : high_; }
 
  private:
-  __device__ bool is_sinks(int tile) const { return tile < sink_tiles_; }
-  int tile_keys_, sinks_, sink_tiles_, low_, high_;
+  __device__ int sinks() const { return Sinks ? min(c_.sinks, high_) : 0; }
+  const PrefillCall& c_;
+  int low_, high_;
 };
 
-/// copy_tile() of a cache of any kind: of the entries [first, first + TileKeys) those of [low, high). The other values
-/// become zeros.
-template <int TileKeys, class T>
+/// copy_tile() of a cache of any kind, without Streams of none that is a ring: of the entries [first, first + TileKeys)
+/// those of [low, high). The other values become zeros.
+template <int TileKeys, bool Streams, class T>
 __device__ void copy_some(T* tile, const PrefillCall& c, int sequence, int kv_head, int first, int low, int high,
                           std::uint64_t* full) {
   constexpr int run = TileKeys / 8, runs = kTileArrivals / kAttentionWarps;
@@ -55,16 +54,27 @@ __device__ void copy_some(T* tile, const PrefillCall& c, int sequence, int kv_he
 #pragma unroll 1
   for (int i = 0; i < runs; ++i) {
     const int r = warp * runs + i, from = first + r * run;
-    T *const keys = tile + r * pitch, *const values = keys + 8 * pitch;
+    T* const values = tile + (8 + r) * pitch;
     const int begin = min(max(low - from, 0), run), end = max(min(high - from, run), begin);
-    if (elected())
-      for (int k = begin; k < end;) {
-        const CacheRows rows = c.cache.rows(sequence, kv_head, from + k, end - k);
-        const int bytes = int(rows.count) * c.head_dim * int(sizeof(T));
-        copy_bulk(keys + k * c.head_dim, static_cast<const T*>(c.k_cache) + rows.first, bytes, full);
-        copy_bulk(values + k * c.head_dim, static_cast<const T*>(c.v_cache) + rows.first, bytes, full);
-        k += int(rows.count);
+    const auto copy = [&](int k, int n, std::int64_t element) {
+      const int bytes = n * c.head_dim * int(sizeof(T));
+      const std::uint32_t to = shared_address(values + k * c.head_dim), arrived = shared_address(full);
+      copy_bulk(to - 8 * pitch * int(sizeof(T)), static_cast<const T*>(c.k_cache) + element, bytes, arrived);
+      copy_bulk(to, static_cast<const T*>(c.v_cache) + element, bytes, arrived);
+    };
+    if (begin < end && elected()) {
+      if constexpr (Streams) {
+#pragma unroll 1
+        for (int k = begin; k < end;) {
+          const CacheRows rows = c.cache.rows(sequence, kv_head, from + k, end - k);
+          copy(k, int(rows.count), rows.first);
+          k += int(rows.count);
+        }
+      } else {
+        const auto [matrix, row] = c.cache.at_place(sequence, kv_head, from + begin);  // in one page
+        copy(begin, end - begin, (matrix * c.cache.matrix_rows() + row) * c.head_dim);
       }
+    }
 #pragma unroll 1
     for (int e = lane * kVec; e < run * c.head_dim; e += 32 * kVec)
       if (e < begin * c.head_dim || e >= end * c.head_dim) *reinterpret_cast<uint4*>(values + e) = {};
@@ -99,23 +109,24 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(const __grid_constant
   const int block_first = run.block_first;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int first_row = block_first + warp * 16 * operands;
-  const int sees = run.sees(c.kv_len[run.sequence]);  // keys that query 0 sees; query i sees i more
+  const int sees = run.sees(c.kv_len[run.sequence()]);  // keys that query 0 sees; query i sees i more
   const int keys = sees ? sees + run.query_of(min(block_first + block_rows, run.rows()) - 1) : 0;
   const auto tiles = [&] {
     if constexpr (has_window)
-      return BlockTiles(run, c.sinks, sees ? sees + run.query_of(block_first) : 0, keys, tile_keys);
+      return BlockTiles<tile_keys, takes_streams(HeadDim)>(c, run, sees ? sees + run.query_of(block_first) : 0, keys);
     else
       return AllBlockTiles{keys, tile_keys};
   }();
-  const int count = tiles.count();
+  [[maybe_unused]] const int count = tiles.count();
   const auto fetch = [&](int i) {
-    if (i >= count) return;
+    if (i >= (has_window ? tiles.count() : count)) return;
     T* const to = ring + i % kPrefillStages * stage;
     std::uint64_t* const arrived = full + i % kPrefillStages;
     if constexpr (has_window) {
-      copy_some<tile_keys>(to, c, run.sequence, kv_head, tiles.first(i), tiles.low(i), tiles.high(i), arrived);
+      copy_some<tile_keys, takes_streams(HeadDim)>(to, c, run.sequence(), kv_head, tiles.first(i), tiles.low(i),
+                                                   tiles.high(i), arrived);
     } else {
-      const long from = c.cache.rows(run.sequence, kv_head, i * tile_keys, tile_keys).first;
+      const long from = c.cache.rows(run.sequence(), kv_head, i * tile_keys, tile_keys).first;
       copy_tile<tile_keys>(to, static_cast<const T*>(c.k_cache) + from, static_cast<const T*>(c.v_cache) + from,
                            keys - i * tile_keys, c.head_dim, arrived);
     }
@@ -137,7 +148,7 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(const __grid_constant
       row_keys[m][r] = first_row < run.rows() ? sees + run.query_of(row_of(m, r)) : 0;
       if constexpr (has_window) rows.state[m][r].max = kLowestScore;
     }
-  const auto attend = [&](int i, [[maybe_unused]] bool is_sinks, [[maybe_unused]] int most) {
+  const auto attend = [&](int i) {
     __syncthreads();  // no warp reads tile i - 1 any more
     fetch(i + kPrefillStages - 1);
     wait_barrier(full + i % kPrefillStages, i / kPrefillStages % 2);
@@ -146,27 +157,28 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(const __grid_constant
     if (__all_sync(~0u, first >= row_keys[operands - 1][1])) return;  // a lane's last row sees the most
 #pragma unroll 1
     for (int s = 0; s < tile_keys / 8; s += step / 8)
-      if constexpr (has_window)
+      if constexpr (has_window) {
+        const bool is_sinks = tiles.is_sinks(i);
         rows.attend(
-            tile, s, c.scale, [&](int m, int r) { return min(row_keys[m][r], most) - first; },
+            tile, s, c.scale,
+            [&](int m, int r) { return (is_sinks ? min(row_keys[m][r], c.sinks) : row_keys[m][r]) - first; },
             [&](int m, int r) { return is_sinks ? 0 : run.first_key(row_keys[m][r]) - first; });
-      else
+      } else {
         rows.attend(tile, s, c.scale, [&](int m, int r) { return row_keys[m][r] - first; });
+      }
   };
   if constexpr (has_window) {
 #pragma unroll 1
-    for (int i = 0; i < count;) {
-      const bool is_sinks = i < tiles.sink_tiles();
-      const void* const q = is_sinks ? c.q_sinks : c.q;
+    for (int i = 0; i < tiles.count();) {
+      const void* const q = tiles.is_sinks(i) ? c.q_sinks : c.q;
 #pragma unroll
       for (int m = 0; m < operands; ++m)
         load_queries<T, HeadDim, 2>(rows.q[m], c.head_dim, [&](int r) { return query(q, m, r); });
-      const int end = is_sinks ? tiles.sink_tiles() : count, most = is_sinks ? c.sinks : keys;
-#pragma unroll 1
-      for (; i < end; ++i) attend(i, is_sinks, most);
+      do attend(i);
+      while (++i < tiles.count() && i != tiles.sink_tiles());
     }
   } else {
-    for (int i = 0; i < count; ++i) attend(i, false, keys);
+    for (int i = 0; i < count; ++i) attend(i);
   }
 
 #pragma unroll

@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
 
   const auto run = run_of_block(c, blockIdx.y, gridDim.y, Warpgroups * kWgmmaQueryRows);
   const int block_first = run.block_first, kv_head = blockIdx.x;
-  const int kv_len = c.kv_len[run.sequence];
+  const int kv_len = c.kv_len[run.sequence()];
   // The row's query, or the last one's for rows behind the last.
   const auto query_of = [&](int row) { return run.query_of(min(row, run.rows() - 1)); };
   // The first key that a row sees.
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
     if (warp > 4 * Warpgroups) return;
     if (elected()) {
       const auto copy = [&](unsigned char* to, const CUtensorMap& map, int tile, std::uint64_t* full) {
-        const auto [matrix, row] = c.cache.matrix_row(run.sequence, kv_head, tile * kWgmmaKeys);
+        const auto [matrix, row] = c.cache.matrix_row(run.sequence(), kv_head, tile * kWgmmaKeys);
         arrive_expecting(full, stage_bytes);
 #pragma unroll
         for (int i = 0; i < columns; ++i)

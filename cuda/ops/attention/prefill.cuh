@@ -33,18 +33,20 @@ class EqualRun {
  public:
   /// Block `block` of `blocks` that a run has.
   __device__ EqualRun(const AttentionCall& c, int sequence, int block, int blocks, int block_rows)
-      : sequence(sequence), block_first(int(blocks - 1 - block) * block_rows), c_(c) {}
+      : block_first((blocks - 1 - block) * block_rows), c_(c), sequence_(sequence) {}
 
-  const int sequence, block_first;  // the block's first row
+  const int block_first;  // the block's first row
+  __device__ int sequence() const { return sequence_; }
   __device__ int rows() const { return c_.rows(); }
   __device__ int query_of(int row) const { return c_.query_of(row); }
   /// The first element of a row, in q and in y.
-  __device__ long row(int kv_head, int r) const { return c_.row(sequence, kv_head, r); }
+  __device__ long row(int kv_head, int r) const { return c_.row(sequence_, kv_head, r); }
   /// How many keys query 0 sees of a cache of n entries; query i sees i more.
   __device__ int sees(int n) const { return c_.visible_keys(n, 0); }
 
  private:
   const AttentionCall& c_;
+  int sequence_;
 };
 
 /// The run that a block has in a call of a table.
@@ -53,32 +55,30 @@ class TableRun {
   __device__ TableRun(const PrefillCall& c, int block, int block_rows)
       : TableRun(c, c.table.of_block(block), block, block_rows) {}
 
-  const int sequence, block_first;
-  __device__ int rows() const { return run_.count * c_.group.size(); }
+  const int block_first;
+  __device__ int sequence() const { return run().sequence; }
+  __device__ int rows() const { return run().count * c_.group.size(); }
   __device__ int query_of(int row) const { return c_.group.quotient(row); }
   __device__ long row(int kv_head, int r) const {
     const int i = query_of(r);
-    return ((long(run_.first_row) + i) * c_.heads + kv_head * c_.group.size() + r - i * c_.group.size()) * c_.head_dim;
+    return ((long(run().first_row) + i) * c_.heads + kv_head * c_.group.size() + r - i * c_.group.size()) * c_.head_dim;
   }
-  __device__ int sees(int n) const { return c_.cache.visible_entries(n, run_.count, 0); }
+  __device__ int sees(int n) const { return c_.cache.visible_entries(n, run().count, 0); }
   /// The first key behind the sinks that a row sees which has `visible` keys up to its own: KeyWindow::first().
-  __device__ int first_key(int visible) const {
-    const int oldest = max(visible - c_.window, 0);
-    return oldest < c_.sinks ? min(c_.sinks, visible) : oldest;
-  }
+  __device__ int first_key(int visible) const { return max(visible - c_.window, min(c_.sinks, visible)); }
 
  private:
   // Blocks with more keys start earlier.
   __device__ TableRun(const PrefillCall& c, int run, int block, int block_rows)
-      : sequence(c.table.runs.run[run].sequence),
-        block_first(
+      : block_first(
             ((c.table.runs.run[run].count * c.group.size() - 1) / block_rows - block + c.table.first_block[run]) *
             block_rows),
         c_(c),
-        run_(c.table.runs.run[run]) {}
+        run_(run) {}
+  __device__ const RunTable::Run& run() const { return c_.table.runs.run[run_]; }
 
   const PrefillCall& c_;
-  const RunTable::Run& run_;
+  int run_;
 };
 
 /// The run of block `block`: of `blocks` of each sequence, blockIdx.z is which, or of the table's.
