@@ -14,7 +14,15 @@ namespace cf::apps {
 namespace {
 
 Result<cuda::Model::Options> model_options(const DeviceModelOptions& o) {
-  cuda::Model::Options options{.slots = o.slots, .capacity = o.capacity, .chunk = o.chunk, .impl = {}};
+  cuda::Model::Options options{.slots = o.slots,
+                               .capacity = o.capacity,
+                               .chunk = o.chunk,
+                               .impl = {},
+                               .invariant = o.invariant,
+                               .window = o.window,
+                               .sinks = o.sinks,
+                               .pages = o.pages,
+                               .page_entries = o.page_entries};
   if (o.impl == "auto") return options;
   options.impl = cuda::impl_from_string(o.impl);
   if (!options.impl)
@@ -29,8 +37,8 @@ Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& 
                                           const DeviceModelOptions& o) {
   CF_TRY_ASSIGN(const cuda::Model::Options options, model_options(o));
   const cuda::ModelBytes bytes = cuda::Model::bytes(model, weights, options);
-  const cuda::Impl impl =
-      options.impl ? *options.impl : cuda::Model::auto_impl(device.context().arch(), model, weights, o.slots);
+  const cuda::Arch own = device.context().arch(), arch = o.invariant ? cuda::invariant_arch(own) : own;
+  const cuda::Impl impl = options.impl ? *options.impl : cuda::Model::auto_impl(arch, model, weights, o.slots);
   return DeviceModelPlan{bytes.weights, bytes.cache, bytes.workspace, std::string(to_string(impl))};
 }
 
@@ -68,7 +76,7 @@ std::vector<std::string> product_algorithms() {
   for (const cuda::GemmAlgorithm& a : cuda::gemm_algorithms())
     all.push_back(
         fmt::format("{} tokens, {} -> {}, {}{}{}: algorithm {}, tile {}, stages {}, split-k {}, {} B of workspace",
-                    a.tokens, a.in, a.out, to_string(a.dtype), a.output == a.dtype ? "" : " with float32 sums",
+                    a.planned_as, a.in, a.out, to_string(a.dtype), a.output == a.dtype ? "" : " with float32 sums",
                     a.residual ? " with a residual" : "", a.id, a.tile, a.stages, a.split_k, a.workspace_bytes));
   return all;
 }

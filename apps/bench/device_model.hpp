@@ -17,6 +17,10 @@ namespace cf::apps {
 struct DeviceModelOptions {
   std::int64_t slots = 1, capacity = 2048, chunk = 2048;
   std::string impl = "auto";  // of steps: the name of a cuda::Impl, or auto for the fastest that takes them
+  // As cuda::Model::Options has them.
+  bool invariant = false;
+  std::int64_t window = 0, sinks = 0;
+  std::int64_t pages = 0, page_entries = 64;
 };
 
 /// What a model takes of a device, and how its steps run.
@@ -52,7 +56,7 @@ Result<DeviceModel> open_device_model(DeviceTimer& device, const std::string& na
 
 /// What multiplies many tokens by dense weights: cuBLASLt with its version, or in words why it does not.
 std::string product_library();
-/// The algorithms that cuBLASLt was asked for so far, one in words each:
+/// The algorithms that cuBLASLt was asked for so far, one for each product and class of step sizes, in words:
 /// "128 tokens, 2560 -> 7680, float16: algorithm 66, tile 18, stages 35, split-k 1, 0 B of workspace".
 std::vector<std::string> product_algorithms();
 

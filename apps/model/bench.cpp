@@ -66,6 +66,7 @@ Bench::Bench(CommandLine& line) {
                "most, and its time to the first id");
   line.integer("--runs", runs_, {1, 1'000'000}, "Timed runs of each configuration; when left out 3, on a GPU 5");
   line.integer("--warmup", warmup_, {0, 1'000'000}, "Runs before the timed ones; when left out 1, on a GPU 2");
+  declare_serving(line, model_);
   line.group("Output");
   line.output("--json", json_, "Write everything as JSON, anew after each configuration");
   line.output("--csv", csv_, "Write a row for each configuration as CSV, anew after each one");
@@ -150,7 +151,7 @@ int Bench::run(const std::string& command) {
     if (const Status s = start_model(model_, slots, capacity, *running); !s) return fail(s);
     // The device holds the weights from here on.
     if (running->device && i + 1 == batches_.size()) running->loaded.drop_values();
-    Decoder decoder(std::move(running->model));
+    Decoder decoder(std::move(running->model), decoder_options(model_));
     activation = decoder.activation();
     for (std::int64_t prompt_len : prompts_)
       for (std::int64_t new_tokens : outputs_) {

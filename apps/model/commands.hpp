@@ -27,6 +27,22 @@ class Generate {
   bool print_ids_ = false, check_ = false;
 };
 
+/// Continues one prompt without end, in memory that does not grow.
+class Stream {
+ public:
+  explicit Stream(CommandLine& line);
+  int run(const std::string& command);
+
+ private:
+  ModelOptions model_;
+  Sampling sampling_;
+  std::string prompt_ids_, stop_ = "none", json_;
+  std::vector<std::int32_t> prompt_, stop_ids_;
+  std::optional<std::int64_t> max_new_tokens_;
+  std::int64_t top_k_ = 0, every_ = 1000;
+  bool print_ids_ = false;
+};
+
 /// Perplexity over a text's ids, and how far a model is from a reference.
 class Evaluate {
  public:

@@ -120,6 +120,8 @@ class ModelRunner {
   /// The tokens that go through the model at once: a decoder reads whole prompts together, up to so many. 0: each is read
   /// in a step of its own.
   virtual std::int64_t pass_tokens() const { return 0; }
+  /// Whether the device is at work on exactly this step already: the running sequences' ids need not wait for more.
+  virtual bool runs_ahead(std::span<const Run>, std::span<const std::int32_t>) const { return false; }
   /// The entries of a page of the cache, whose pages all slots take from one pool; 0: each slot has entries of its own.
   virtual std::int64_t page_entries() const { return 0; }
   /// Code::out_of_memory where too few pages are free for the entries that run() would write.

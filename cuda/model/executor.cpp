@@ -128,10 +128,11 @@ Result<std::unique_ptr<Prepared>> prepare_persistent(const Context& context, Imp
                                               layers.range.first + std::int64_t(i)));
     std::ranges::move(layer.nodes, std::back_inserter(program.nodes));
   }
-  CF_TRY_ASSIGN(const std::vector<PersistentLayer> resident, lower(program));
-  CF_TRY_ASSIGN(PersistentKernel kernel, PersistentKernel::create(context, persistent_model(layers.model, dtype),
-                                                                  resident, {t.positions, t.kv_len}, {t.cos, t.sin},
-                                                                  {.first_model_layer = layers.range.first}));
+  CF_TRY_ASSIGN(const LoweredProgram lowered, lower(program));
+  CF_TRY_ASSIGN(
+      PersistentKernel kernel,
+      PersistentKernel::create(context, persistent_model(layers.model, dtype), lowered.layers, {t.positions, t.kv_len},
+                               {t.cos, t.sin}, {.first_model_layer = layers.range.first}));
   return std::unique_ptr<Prepared>(std::make_unique<PreparedPersistent>(std::move(kernel), impl, layers));
 }
 

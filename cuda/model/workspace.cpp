@@ -74,8 +74,9 @@ Result<Workspace> Workspace::create(const Context& context, const ModelSpec& mod
     if (size < 1) return bad_argument(kName, std::string(name) + " must be at least 1, got " + std::to_string(size));
   CF_TRY(with_activation(kName, activation, [](auto) { return Status(); }));
 
-  auto state = std::make_unique<State>(context, model, activation, tokens, table_rows,
-                                       linear_scratch_bytes(model, activation, tokens, quantised));
+  auto state = std::make_unique<State>(
+      context, model, activation, tokens, table_rows,
+      linear_scratch_bytes(model, activation, tokens, quantised, context.arch().tuning->is_invariant()));
   CF_TRY_ASSIGN(DeviceMemory memory, DeviceMemory::create(context, state->lay_out(nullptr),
                                                           "workspace of " + std::to_string(tokens) + " tokens"));
   state->memory = std::move(memory);
@@ -91,11 +92,11 @@ Result<Workspace> Workspace::create(const Context& context, const ModelSpec& mod
 }
 
 double Workspace::bytes(const ModelSpec& model, DType activation, std::int64_t tokens, std::int64_t table_rows,
-                        bool quantised) {
+                        bool quantised, bool invariant) {
   StepTensors tensors;
   Arena arena(nullptr);
   tensors.place(arena, model.shape, activation, tokens, table_rows,
-                linear_scratch_bytes(model, activation, tokens, quantised));
+                linear_scratch_bytes(model, activation, tokens, quantised, invariant));
   return arena.measured();
 }
 

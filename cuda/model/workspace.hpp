@@ -20,13 +20,13 @@ class Workspace {
  public:
   /// Memory for steps of up to `tokens` tokens (batch * q_len), and a table of `table_rows` positions. Products of many
   /// tokens with quantised weights are made in more scratch memory, which `quantised` asks for; without it other
-  /// kernels take them.
+  /// kernels take them. With a context of invariant_arch() there is scratch memory for any number of tokens.
   /// Refuses a model that describes no layer, sizes below 1, and a dtype other than float16, bfloat16 and float32.
   static Result<Workspace> create(const Context& context, const ModelSpec& model, DType activation, std::int64_t tokens,
                                   std::int64_t table_rows, bool quantised = false);
   /// The bytes that create() takes. May be called with sizes that create() refuses.
   static double bytes(const ModelSpec& model, DType activation, std::int64_t tokens, std::int64_t table_rows,
-                      bool quantised);
+                      bool quantised, bool invariant = false);
   Workspace(Workspace&&) noexcept;
   Workspace& operator=(Workspace&&) noexcept;
   /// Waits for the device: the memory may be in use.

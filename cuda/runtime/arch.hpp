@@ -4,6 +4,7 @@
 
 #include "cuda/tuning/h100.hpp"
 #include "cuda/tuning/h200.hpp"
+#include "cuda/tuning/invariant.hpp"
 #include "cuda/tuning/rtx5090.hpp"
 
 namespace cf::cuda {
@@ -65,6 +66,12 @@ inline constexpr Arch kRtx5090{.compute_capability = 120,
                                .max_cluster_blocks = 8,
                                .largest_cluster_blocks = 8,
                                .tuning = &kRtx5090Tuning};
+
+/// The device with plans whose rows' bits do not depend on the size of a step.
+constexpr Arch invariant_arch(Arch arch) {
+  arch.tuning = &kInvariantTuning;
+  return arch;
+}
 
 /// The dynamic shared memory, in bytes, that each of `blocks` blocks of an SM can have. Each block also takes some
 /// bytes for the system: the difference between an SM's memory and that of its largest block.

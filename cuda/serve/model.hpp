@@ -22,7 +22,8 @@ struct ModelBytes {
 /// A whole model on a GPU: what cpu_ref::Model is on the CPU. Prompts go through the walk of the model's sites; a step
 /// of all slots goes through the layers by an Executor. The same calls give the same bits, with a visitor or without.
 /// With the same number of slots and impl a slot's results do not depend on what the other slots hold. What a call reads
-/// in one pass are products of as many rows: their bits may depend on the number of these rows.
+/// in one pass are products of as many rows: their bits depend on the class of that number (cuda/step/classes.hpp). With
+/// `invariant` results depend neither on the number of slots nor on what is read in one pass.
 class Model final : public ModelRunner {
  public:
   struct Options {
@@ -31,10 +32,16 @@ class Model final : public ModelRunner {
     std::int64_t chunk = 2048;     // tokens that go through the model at once: of a prompt, or of several
     std::optional<Impl> impl{};    // of steps; auto_impl() where it is empty
     bool in_place = false;         // whether the weights lie on the device and are read there, without a copy
+    /// Whether a token's bits are the same whatever else is in its step: every step has the kernels of many tokens, which
+    /// are slow for few (data/bench/README.md has the price). It takes the impls unfused and graph.
+    bool invariant = false;
+    /// As cpu_ref::Model::Options has them; Code::unimplemented for now.
+    std::int64_t window = 0, sinks = 0;
+    std::int64_t pages = 0, page_entries = 64;
   };
 
   /// The fastest impl for steps of so many slots on a GPU of this kind, by its measured bounds.
-  /// Of the weights it looks at formats and dtypes. A pure function of its arguments.
+  /// Of the weights it looks at formats and dtypes. A pure function of its arguments. With invariant_arch() it is graph.
   static Impl auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeights& weights, std::int64_t slots);
   /// What create() takes on the device for these weights. Their values may be on the host, on a device or nowhere.
   static ModelBytes bytes(const ModelSpec& model, const ModelWeights& weights, const Options& options);
@@ -45,8 +52,8 @@ class Model final : public ModelRunner {
   /// Copies the weights to the device and packs what is quantised, or reads them in place as
   /// ResidentWeights::in_place() does; takes memory for cache and activations. `name` is the model's in messages.
   /// Activations, cache and logits have the weights' dtype. Refuses weights that check_model_weights() or in_place()
-  /// refuses, sizes below 1, more memory than is free (Code::out_of_memory), and what the impl does not take
-  /// (Code::unimplemented).
+  /// refuses, sizes below 1, an impl that is not for `invariant`, more memory than is free (Code::out_of_memory), and
+  /// what the impl does not take (Code::unimplemented).
   static Result<std::unique_ptr<Model>> create(const Context& context, const std::string& name, const ModelSpec& model,
                                                const ModelWeights& weights, const Options& options);
   ~Model() override;
@@ -59,6 +66,7 @@ class Model final : public ModelRunner {
   std::int64_t pass_tokens() const override;
   /// A token of each slot and 448 of prompts, as far as a pass has room for them. A lone slot's prompts are read whole.
   std::int64_t preferred_step_tokens() const override;
+  bool runs_ahead(std::span<const Run> runs, std::span<const std::int32_t> ids) const override;
   Impl impl() const;
   /// What create() took.
   const ModelBytes& bytes() const;

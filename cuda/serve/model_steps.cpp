@@ -6,27 +6,25 @@
 #include "cuda/serve/model_state.hpp"
 #include "cuda/step/capture.hpp"
 #include "cuda/step/graph.hpp"
+#include "cuda/step/lower.hpp"
 
 namespace cf::cuda {
 
 Status Model::State::prepare_layers() {
   if (impl != Impl::persistent)
     return executor.prepare(weights, cache, workspace, {.stream = stream.get(), .input = step_input()});
-  const ModelWeights model = weights.model_weights();
-  std::vector<PersistentLayer> layers;
-  for (std::int64_t l = 0; l < spec.shape.num_layers; ++l) layers.push_back({weights.layer(l), cache.layer(l)});
-  const LayerTensors t = workspace.tensors(cache, 0, 0, 1);
-  const auto* const head = std::get_if<DenseWeight>(&model.embed_out.weight);
-  CF_TRY_ASSIGN(whole,
-                PersistentKernel::create(context, persistent_model(spec, workspace.activation()), layers,
-                                         {t.positions, t.kv_len}, {t.cos, t.sin},
-                                         {.ends = PersistentEnds{.embed_in = model.embed_in,
-                                                                 .final_layer_norm = model.final_layer_norm,
-                                                                 .embed_out = head ? head->weight : ConstAnyView<2>(),
-                                                                 .ids = step.ids,
-                                                                 .positions = step.positions,
-                                                                 .kv_len = step.kv_len,
-                                                                 .chosen = chosen}}));
+  // The program of a decode step. Where its logits go is said with each launch.
+  std::vector<LayerCache> caches;
+  const ModelTensors t = tensors(0, {.batch = options.slots}, step, logits_at(LogitsBuffer::even_steps), caches);
+  CF_TRY_ASSIGN(const Program program, record_model(spec, weights.model_weights(), t));
+  CF_TRY_ASSIGN(LoweredProgram lowered, lower(program));
+  lowered.ends->ids = step.ids;
+  lowered.ends->positions = step.positions;
+  lowered.ends->kv_len = step.kv_len;
+  lowered.ends->chosen = chosen;
+  CF_TRY_ASSIGN(whole, PersistentKernel::create(context, persistent_model(spec, workspace.activation()), lowered.layers,
+                                                {t.layer.positions, t.layer.kv_len}, {t.layer.cos, t.layer.sin},
+                                                {.ends = lowered.ends}));
   return from_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 // A program for the persistent kernel. Private to cuda.
+#include <optional>
 #include <vector>
 
 #include "core/model/program.hpp"
@@ -7,9 +8,16 @@
 
 namespace cf::cuda {
 
-/// The layers of a program as the persistent kernel takes them: what its phases need of each node. Nodes outside the
-/// layers are left out: they are the ends of a whole model. Code::unimplemented names the first node that no phase
-/// makes, and why.
-Result<std::vector<PersistentLayer>> lower(const Program& program);
+/// A program as PersistentKernel::create() takes it.
+struct LoweredProgram {
+  std::vector<PersistentLayer> layers;
+  /// Of a whole model: its embedding, final norm and LM head. The views that the kernel also writes are left empty, since
+  /// a program only reads them: `ids`, `positions`, `kv_len` and `chosen`.
+  std::optional<PersistentEnds> ends;
+};
+
+/// What the persistent kernel needs of each node of a program: the nodes of layers, and those of a whole model's ends
+/// or of none of them. Code::unimplemented names the first node that the kernel does not make, and why.
+Result<LoweredProgram> lower(const Program& program);
 
 }  // namespace cf::cuda

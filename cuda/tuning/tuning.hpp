@@ -2,7 +2,9 @@
 // What was measured of a GPU, as numbers that launch plans choose by. A file for each GPU holds its numbers and says
 // which record each comes from.
 #include <array>
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string_view>
 
 namespace cf::cuda {
@@ -20,8 +22,26 @@ struct PersistentBound {
   std::int64_t most_slots, least_hidden;
 };
 
+/// A class of step sizes: `first` to `last` tokens. Within it a row's bits do not depend on the number of rows: where a
+/// plan could change the order of a row's sums, it is made for `planned_as` tokens.
+struct StepClass {
+  std::int64_t first, last, planned_as;
+};
+inline constexpr std::int64_t kAnyTokens = std::numeric_limits<std::int64_t>::max();
+
 struct Tuning {
   std::string_view measured_on;  // the GPU that the numbers were measured on
+
+  // The classes of step sizes, in their order. The last one has no bound.
+  std::array<StepClass, 4> step_classes;
+
+  constexpr const StepClass& class_of(std::int64_t tokens) const {
+    std::size_t i = 0;
+    while (tokens > step_classes[i].last) ++i;
+    return step_classes[i];
+  }
+  /// Whether a row's bits do not depend on the size of its step at all.
+  constexpr bool is_invariant() const { return step_classes.front().last == kAnyTokens; }
 
   // Which of linear's kernels multiplies: cuda/ops/linear/kernels.def.
   std::int64_t gemv_tokens;          // the most tokens of gemv, where another kernel takes more

@@ -67,8 +67,16 @@ Result<DeviceInfo> device_info(int device) {
 
 Result<DeviceModel> make_device_model(const std::string& name, const ModelSpec& model, const ModelWeights& weights,
                                       const DeviceModelOptions& o) {
-  cuda::Model::Options options{
-      .slots = o.slots, .capacity = o.capacity, .chunk = o.chunk, .impl = {}, .in_place = o.in_place};
+  cuda::Model::Options options{.slots = o.slots,
+                               .capacity = o.capacity,
+                               .chunk = o.chunk,
+                               .impl = {},
+                               .in_place = o.in_place,
+                               .invariant = o.invariant,
+                               .window = o.window,
+                               .sinks = o.sinks,
+                               .pages = o.pages,
+                               .page_entries = o.page_entries};
   if (o.impl != "auto") {
     options.impl = cuda::impl_from_string(o.impl);
     if (!options.impl) {

@@ -57,9 +57,7 @@ Score arrays_of(const PromptScore& score, std::size_t top) {
 /// A Scorer for one list of prompts after the other, and the slots that it has.
 class PythonScorer {
  public:
-  PythonScorer(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk,
-               const std::string& activation, std::int64_t window, std::int64_t sinks)
-      : slots_(w, slots, capacity, chunk, activation, window, sinks) {}
+  PythonScorer(const Weights& w, const cpu_ref::Model::Options& options) : slots_(w, options) {}
   PythonScorer(const std::shared_ptr<SharedModel>& shared, std::int64_t slots) : slots_(shared, slots) {}
 
   void begin(const std::vector<std::pair<nb::object, std::int64_t>>& from, std::int64_t piece, std::int64_t top) {

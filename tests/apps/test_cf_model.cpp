@@ -384,7 +384,7 @@ TEST_CASE("cf-model refuses bad input in one line", "[cf_model]") {
   check_refusal("generate " + model_dir + "--prompt-ids 1 --temperature x", "--temperature: expected a number");
   check_refusal("generate " + model_dir + "--prompt-ids 1 --top-p 0.5", "top_p");
   check_refusal("generate " + model_dir + "--prompt-ids 1 --stop 1,x", "--stop");
-  check_refusal("generate " + model_dir + "--prompt-ids 1 --slots 65", "--slots: expected 1 to 64");
+  check_refusal("generate " + model_dir + "--prompt-ids 1 --slots 1025", "--slots: expected 1 to 1024");
   check_refusal("generate --preset pythia-12b --prompt-ids 1 --slots 64 --capacity 1000000", "of memory that are free");
   check_refusal("generate --model /nowhere --prompt-ids 1", "/nowhere");
   write_file(dir / "bad.npy", "not numpy");

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "cuda/ops/linear/linear.hpp"
+#include "cuda/ops/norm/layernorm.hpp"
+#include "cuda/step/classes.hpp"
 #include "tests/support/catch.hpp"
 
 using namespace cf;
@@ -154,6 +156,100 @@ TEST_CASE("linear: the kernel that takes a call is the first of the list that ca
   for (const auto& [kernel, count] : taken) kernels.insert(kernel);
   CHECK(kernels ==
         std::set<std::string>{"wgmma", "tiles", "cublaslt", "gemv", "wgmma_packed", "cublaslt_packed", "packed"});
+}
+
+namespace {
+
+/// What decides on the order of a row's sums: the kernel, and that of its plan which divides the columns.
+std::string order_of_sums(const Arch& arch, const Choice& choice, std::int64_t tokens) {
+  std::set<std::string> orders;
+  if (const auto* const p = std::any_cast<LinearWgmmaPlan>(&choice.planned.plan))
+    orders.insert(std::to_string(p->splits) + " splits");
+  if (const auto* const all = std::any_cast<WgmmaPackedLaunches>(&choice.planned.plan))
+    for (const auto& l : all->launches) orders.insert(std::to_string(l.plan.splits) + " splits");
+  if (const auto* const all = std::any_cast<PackedLaunches>(&choice.planned.plan))
+    for (const auto& [first, count, p] : all->launches)
+      orders.insert(std::to_string(p.split) + " splits, " + std::to_string(p.chunks) + " chunks, " +
+                    std::to_string(p.longer) + " longer" + (p.digit_bytes ? ", digits" : ""));
+  if (std::any_cast<GemmPlan>(&choice.planned.plan))
+    orders.insert("the algorithm for " + std::to_string(arch.tuning->class_of(tokens).planned_as));
+  std::string text(choice.kernel);
+  for (const std::string& order : orders) text += ": " + order;
+  return text;
+}
+
+}  // namespace
+
+TEST_CASE("step classes: within one, kernels, the order of a product's sums and norms do not depend on the tokens",
+          "[plans][kernels][classes]") {
+  std::vector<std::int64_t> sizes;
+  for (std::int64_t tokens = 1; tokens <= 140; ++tokens) sizes.push_back(tokens);
+  for (std::int64_t tokens :
+       {192, 255, 256, 257, 300, 511, 512, 513, 528, 529, 844, 845, 1000, 2048, 4096, 4225, 70000})
+    sizes.push_back(tokens);
+  std::set<std::string> orders;
+  for (const Place& place : places()) {
+    for (const Arch& arch : {place.arch, invariant_arch(place.arch)}) {
+      Target target = place.target();
+      target.arch = arch;
+      for (const std::optional<Packing>& packing : std::initializer_list<std::optional<Packing>>{
+               std::nullopt, Packing{4}, Packing{4, true}, Packing{8}, Packing{.in_rope_order = true}}) {
+        const std::vector<int> bits = packing ? std::vector<int>{packing->bits} : std::vector<int>{};
+        const std::vector<TokenRange> classes = step_classes(arch, bits);
+        REQUIRE(classes.front().first == 1);
+        REQUIRE(classes.back().last == kAnyTokens);
+        CHECK((classes.size() == 1) == arch.tuning->is_invariant());
+        for (const auto& [in, out] : kSizes)
+          for (Epilogue epilogue : {Epilogue::none, Epilogue::gelu_erf, Epilogue::residual, Epilogue::swiglu}) {
+            if (packing && packing->in_rope_order && epilogue == Epilogue::swiglu) continue;
+            std::size_t i = 0;
+            std::string order;
+            for (std::int64_t tokens : sizes) {
+              if (tokens > classes[i].last) {
+                while (tokens > classes[i].last) ++i;
+                order.clear();
+              }
+              const Result<Choice> choice = choose(
+                  target, args_of({.tokens = tokens, .in = in, .out = out, .epilogue = epilogue, .packing = packing}));
+              REQUIRE(choice);
+              const std::string got = order_of_sums(arch, *choice, tokens);
+              orders.insert(got);
+              if (order.empty()) order = got;
+              if (got == order) continue;
+              CAPTURE(arch.compute_capability, tokens, in, out, int(epilogue), place.scratch, place.library,
+                      place.wgmma);
+              CHECK(got == order);
+            }
+          }
+        for (std::int64_t hidden : {64, 512, 768, 2560, 4096, 8192, 12288})
+          for (int inputs : {1, kResidualLayerNormInputs})
+            for (const TokenRange& r : classes)
+              for (std::int64_t tokens : sizes)
+                if (r.first <= tokens && tokens <= r.last)
+                  CHECK(layernorm_plan(arch, tokens, hidden, inputs).elements ==
+                        layernorm_plan(arch, r.first, hidden, inputs).elements);
+      }
+    }
+  }
+  CHECK(orders.size() > 20);
+}
+
+TEST_CASE("step classes: as programs print them", "[plans][classes]") {
+  const auto text = [](const Arch& arch, const std::vector<int>& bits) { return to_string(step_classes(arch, bits)); };
+  CHECK(text(kH100, {}) == "1 to 8, 9 to 128, 129 to 512, 513 or more");
+  CHECK(text(kRtx5090, {}) == "1 to 8, 9 to 128, 129 to 512, 513 or more");
+  CHECK(text(kH200, {4}) == "1, 2 to 8, 9 to 16, 17 to 64, 65 to 128, 129 to 512, 513 or more");
+  CHECK(text(kH200, {8}) == "1, 2 to 8, 9 to 64, 65 to 128, 129 to 512, 513 or more");
+  CHECK(text(invariant_arch(kH200), {4, 8}) == "1 or more");
+  const auto attention = [](const Arch& arch, std::int64_t head_dim, std::int64_t group) {
+    return to_string(attention_classes(arch, head_dim, group));
+  };
+  CHECK(attention(kH100, 80, 1) == "1 to 15, 16 to 63, 64 or more");
+  CHECK(attention(kH100, 128, 3) == "1 to 15, 16 to 21, 22 or more");
+  CHECK(attention(kH100, 128, 4) == "1 to 15, 16 or more");
+  CHECK(attention(kH100, 256, 1) == "1 to 15, 16 or more");
+  CHECK(attention(kRtx5090, 64, 1) == "1 to 15, 16 or more");
+  CHECK(attention(invariant_arch(kH100), 64, 1) == "1 or more");
 }
 
 TEST_CASE("linear: a choice says what it plans, and why the kernels before it leave the call", "[plans][kernels]") {

@@ -2,6 +2,7 @@
 //   CF_WRITE_PLANS=1 build/cpu-only/tests/test_step_plans    writes the texts anew
 #include <cstdlib>
 #include <fstream>
+#include <memory>
 #include <set>
 #include <sstream>
 #include <string>
@@ -98,36 +99,110 @@ TEST_CASE("A kernel that does not take a call says why, and the last without cod
   CHECK(choose({.arch = kH200}, args).status().message().find("packed by") != std::string::npos);
 }
 
-TEST_CASE("A program is lowered to the persistent kernel's layers, or the node without a phase is named", "[plans]") {
-  for (const char* preset : {"pythia-410m", "llama-3.2-1b"}) {
-    ModelConfig m = *find_preset(preset);
-    m.num_hidden_layers = 2;
-    const StepOutline step(m, {.batch = 1, .q_len = 1, .table_rows = 64, .capacity = 64}, DType::f16, {}, 1);
-    const Result<std::vector<PersistentLayer>> layers = lower(*step.record());
-    INFO(preset << ": " << layers.status().message());
-    REQUIRE(layers);
-    REQUIRE(layers->size() == 2);
-    for (std::size_t i = 0; i < 2; ++i) {
-      const PersistentLayer& got = (*layers)[i];
-      const LayerWeights& expected = step.weights.layers[i];
-      const auto weight = [](const LinearParams& l) { return std::get<DenseWeight>(l.weight).weight.data; };
-      CHECK(got.weights.input_layernorm.gamma.data == expected.input_layernorm.gamma.data);
-      CHECK(got.weights.input_layernorm.beta.data == expected.input_layernorm.beta.data);
-      CHECK(got.weights.post_attention_layernorm.gamma.data == expected.post_attention_layernorm.gamma.data);
-      CHECK(weight(got.weights.query_key_value) == weight(expected.query_key_value));
-      CHECK(weight(got.weights.dense) == weight(expected.dense));
-      CHECK(weight(got.weights.dense_h_to_4h) == weight(expected.dense_h_to_4h));
-      CHECK(weight(got.weights.dense_4h_to_h) == weight(expected.dense_4h_to_h));
-      CHECK(got.cache.k.data == step.tensors.caches[i].k.data);
-      CHECK(got.cache.v.data == step.tensors.caches[i].v.data);
+TEST_CASE("A model's program is lowered to what its weights and caches are", "[plans]") {
+  for (ModelConfig m : presets())
+    for (const WeightFormat linears : {WeightFormat{}, WeightFormat{.bits = 4, .group_size = 128}}) {
+      if (m.family().positions == Positions::learned) continue;
+      m.num_hidden_layers = 2;
+      const StepOutline step(m, {.batch = 2, .q_len = 1, .table_rows = 64, .capacity = 64}, DType::f16, linears, 2);
+      const Result<LoweredProgram> lowered = lower(*step.record());
+      INFO(m.name << ": " << lowered.status().message());
+      REQUIRE(lowered);
+      REQUIRE(lowered->layers.size() == 2);
+      const auto weight = [](const LinearParams& l) -> const void* {
+        if (const auto* packed = std::get_if<PackedWeight>(&l.weight)) return packed->data.data;
+        return std::get<DenseWeight>(l.weight).weight.data;
+      };
+      const auto same = [&](const LinearParams& a, const LinearParams& b) {
+        return weight(a) == weight(b) && a.bias.data == b.bias.data && a.bias.shape == b.bias.shape;
+      };
+      const bool has_beta = m.family().norm == NormKind::layernorm;
+      const auto same_norm = [&](const NormParams& a, const NormParams& b) {
+        return a.gamma.data == b.gamma.data && a.gamma.shape == b.gamma.shape &&
+               a.beta.data == (has_beta ? b.beta.data : nullptr);
+      };
+      for (std::size_t i = 0; i < 2; ++i) {
+        const LayerWeights &got = lowered->layers[i].weights, &expected = step.weights.layers[i];
+        CHECK(same_norm(got.input_layernorm, expected.input_layernorm));
+        CHECK(same_norm(got.post_attention_layernorm, expected.post_attention_layernorm));
+        CHECK(got.q_norm.gamma.data == expected.q_norm.gamma.data);
+        CHECK(got.k_norm.gamma.data == expected.k_norm.gamma.data);
+        CHECK(same(got.query_key_value, expected.query_key_value));
+        CHECK(same(got.dense, expected.dense));
+        CHECK(same(got.dense_h_to_4h, expected.dense_h_to_4h));
+        CHECK(same(got.dense_4h_to_h, expected.dense_4h_to_h));
+        CHECK(lowered->layers[i].cache.k.data == step.tensors.caches[i].k.data);
+        CHECK(lowered->layers[i].cache.v.data == step.tensors.caches[i].v.data);
+        CHECK(lowered->layers[i].cache.k.shape == step.tensors.caches[i].k.shape);
+      }
+      REQUIRE(lowered->ends);
+      CHECK(lowered->ends->embed_in.data == step.weights.embed_in.data);
+      CHECK(lowered->ends->embed_in.shape == step.weights.embed_in.shape);
+      CHECK(same_norm(lowered->ends->final_layer_norm, step.weights.final_layer_norm));
+      CHECK(lowered->ends->embed_out.data == weight(step.weights.embed_out));
+      CHECK(!lowered->ends->ids);
+
+      const Result<LoweredProgram> layer = lower(*step.record_layer(1));
+      REQUIRE(layer);
+      CHECK(layer->layers.size() == 1);
+      CHECK(!layer->ends);
+      CHECK(same(layer->layers[0].weights.dense, step.weights.layers[1].dense));
     }
-  }
-  const StepOutline step(*find_preset("pythia-410m"), {.batch = 1, .q_len = 1, .table_rows = 64, .capacity = 64},
-                         DType::f16, {}, 1);
-  const Status refused = lower(fuse({.arch = kH200}, *step.record_layer(3))).status();
-  CHECK(refused.code() == Code::unimplemented);
-  CHECK(refused.message() ==
-        "persistent: gpt_neox.layers.3.attention.query_key_value: the persistent kernel has no phase for ln_qkv");
+}
+
+TEST_CASE("A program that the persistent kernel does not make is refused by the node's name, with the reason",
+          "[plans]") {
+  const auto outline = [](const char* preset) {
+    ModelConfig m = *find_preset(preset);
+    m.num_hidden_layers = 1;
+    return std::make_unique<StepOutline>(m, StepSizes{.batch = 1, .q_len = 1, .table_rows = 64, .capacity = 64},
+                                         DType::f16, WeightFormat{}, 1);
+  };
+  const auto refusal = [](const Result<Program>& program) {
+    const Status refused = lower(*program).status();
+    CHECK(refused.code() == Code::unimplemented);
+    return refused.message();
+  };
+  const std::string has = ": the persistent kernel has ";
+  const auto pythia = outline("pythia-410m");
+  CHECK(refusal(fuse({.arch = kH200}, *pythia->record_layer(0))) ==
+        "persistent: gpt_neox.layers.0.attention.query_key_value" + has + "no phase for ln_qkv");
+  CHECK(refusal(outline("gpt2")->record()) ==
+        "persistent: transformer.wte" + has + "rotary position embeddings, no table of learned ones");
+
+  // The refusal of a program whose call at one site is changed.
+  const auto with = [&](SiteId site, auto change) {
+    Program program = *pythia->record();
+    for (Node& node : program.nodes)
+      if (node.at.site.id == site)
+        std::visit(
+            [&](auto& args) {
+              if constexpr (std::is_invocable_v<decltype(change), decltype(args)>) change(args);
+            },
+            node.call);
+    return refusal(program);
+  };
+  const std::string head = "persistent: embed_out" + has;
+  const ConstAnyView<1> bias = pythia->weights.layers[0].dense.bias;
+  CHECK(with(SiteId::embed_out, [](ops::Linear::Args& a) { a.linear.weight = PackedWeight{}; }) ==
+        head + "a dense LM head, no quantised one");
+  CHECK(with(SiteId::embed_out, [](ops::Linear::Args& a) { a.linear.weight = GptqWeight{}; }) ==
+        head + "a dense LM head, no quantised one");
+  CHECK(with(SiteId::embed_out, [&](ops::Linear::Args& a) { a.linear.bias = bias; }) ==
+        head + "an LM head without a bias");
+  const std::int32_t page = 0;
+  const View<const std::int32_t, 2> table{&page, {1, 1}};
+  const std::string attention = "persistent: gpt_neox.layers.0.attention.";
+  CHECK(with(SiteId::kv_append, [&](ops::KvAppend::Args& a) { a.page_table = table; }) ==
+        attention + "kv_append" + has + "a contiguous cache, no pages");
+  CHECK(with(SiteId::kv_append, [](ops::KvAppend::Args& a) { a.window = {.keys = 32, .sinks = 4}; }) ==
+        attention + "kv_append" + has + "a cache of all keys, no stream's");
+  CHECK(with(SiteId::context, [](ops::Attention::Args& a) { a.window = {.keys = 32}; }) ==
+        attention + "context" + has + "all keys, no window");
+  Program headless = *pythia->record();
+  headless.nodes.pop_back();
+  CHECK(refusal(headless) ==
+        "persistent: the persistent kernel has an embedding, a final norm and an LM head together, or none of them");
 }
 
 TEST_CASE("A step of runs has launches for each group of them, and no op that would read a weight for each",

@@ -178,11 +178,14 @@ Result<PrefillRunsPlan> plan_attention_prefill_runs(const Target& target, const 
 Result<AttentionPlan> plan_attention_decode(const Target& target, const ops::Attention::Args& a) {
   CF_TRY(check_decode(a));
   CF_TRY(check_16_bits(a));
+  if (target.arch.tuning->is_invariant()) return not_taken("classes of step sizes", "one class");
   return attention_plan(target.arch, ops::Attention::dims(a), a.q.dtype);
 }
 
 Result<FloatAttentionPlan> plan_attention_f32(const Target& target, const ops::Attention::Args& a) {
   CF_TRY(check_decode(a));
+  // The number of splits depends on the step's queries.
+  if (target.arch.tuning->is_invariant()) return FloatAttentionPlan{.splits = 1};
   return FloatAttentionPlan{.splits = attention_plan(target.arch, ops::Attention::dims(a), DType::f32).splits};
 }
 

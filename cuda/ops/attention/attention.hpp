@@ -85,10 +85,10 @@ constexpr bool prefill_pays(const Arch& arch, std::int64_t q_len) { return q_len
 inline constexpr int kWgmmaQueryRows = 64, kWgmmaKeys = 64;
 inline constexpr int kWgmmaTileBytes = kWgmmaKeys * 128;  // a tile's row has 64 elements
 
-/// Whether that kernel is faster than the other prefill kernel: the rows of a kv head fill a warpgroup. `head_dim` is a
-/// multiple of 8.
+/// Whether that kernel is faster than the other prefill kernel: the rows of a kv head fill a warpgroup. An invariant
+/// model takes it for any number of rows. `head_dim` is a multiple of 8.
 constexpr bool wgmma_pays(const Arch& arch, std::int64_t head_dim, std::int64_t rows) {
-  return arch.has_wgmma() && head_dim <= 128 && rows >= kWgmmaQueryRows;
+  return arch.has_wgmma() && head_dim <= 128 && (rows >= kWgmmaQueryRows || arch.tuning->is_invariant());
 }
 
 /// Tiles side by side that hold a key or value.

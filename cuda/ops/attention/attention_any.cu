@@ -7,7 +7,7 @@ namespace {
 AnyAttentionCall any_attention_call(const ops::Attention::Args& a) {
   const bool streams = a.max_kv_len > cache_capacity(a);
   const AnyCacheView view(a.k_cache, a.page_table, streams ? a.window : KeyWindow{});
-  return {attention_call(a), view, a.q_sinks.data, a.window};
+  return {attention_call(a), view, a.q_sinks.data, a.window, int(a.k_cache.shape[0])};
 }
 
 }  // namespace

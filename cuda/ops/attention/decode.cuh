@@ -19,33 +19,44 @@ struct AnyAttentionCall : AttentionCall {
   AnyCacheView any;
   const void* q_sinks;  // null without sinks
   KeyWindow window;
+  int pool;  // pages of all sequences; none is read that the table has and the pool has not
 
   __device__ SeenTiles tiles(int n, int i, int tile_keys) const {
     return {window, any.visible_entries(n, q_len, i), tile_keys};
   }
 };
 
+/// A page as the table has it. The first of the pool, and `outside` is set, where the pool has no such page.
+__device__ inline std::int32_t page_in_pool(std::int32_t page, int pool, bool& outside) {
+  if (std::uint32_t(page) < std::uint32_t(pool)) return page;
+  outside = true;
+  return 0;
+}
+
 /// A sequence's pages, 32 at a time in the lanes of a warp, so that few copies wait for the table. All lanes call.
 class WarpPages {
  public:
   /// Asks for the first 32 pages, which in most caches are all.
-  __device__ WarpPages(const AnyAttentionCall& c, int sequence) : cache_(c.any), sequence_(sequence) {
-    if (cache_.in_pages()) load(0);
+  __device__ WarpPages(const AnyAttentionCall& c, int sequence) : c_(c), sequence_(sequence) {
+    if (c.any.in_pages()) load(0);
   }
   /// The sequence's i-th page.
   __device__ std::int32_t operator()(std::uint32_t i) {
     if (i - first_ >= 32) load(i);
-    return __shfl_sync(~0u, page_, int(i - first_));
+    return page_in_pool(__shfl_sync(~0u, page_, int(i - first_)), c_.pool, outside_);
   }
+  /// Whether the table had a page that the pool has not.
+  __device__ bool outside() const { return outside_; }
 
  private:
   __device__ void load(std::uint32_t first) {
     first_ = first;
-    page_ = cache_.page(sequence_, min(int(first + threadIdx.x % 32), cache_.pages() - 1));
+    page_ = c_.any.page(sequence_, min(int(first + threadIdx.x % 32), c_.any.pages() - 1));
   }
 
-  const AnyCacheView& cache_;
+  const AnyAttentionCall& c_;
   int sequence_;
+  bool outside_ = false;
   std::uint32_t first_ = 0;
   std::int32_t page_ = 0;
 };
@@ -163,7 +174,9 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
 
   if constexpr (Shared) __syncthreads();  // all warps have read the ring, where the partial results go
   float* part = parts + (g * kAttentionWarps + warp) * part_floats(c.head_dim);
-  const float weights = rows.weights(0, 0);
+  float weights = rows.weights(0, 0);
+  if constexpr (any)
+    if (pages.outside()) weights = NAN;
   // Four lanes hold all columns of a row.
   const int t = Shared ? lane % 4 : lane;
   if (t == 0 && g < heads) *reinterpret_cast<float2*>(part + c.head_dim) = {rows.state[0][0].max, weights};
@@ -252,7 +265,9 @@ __global__ void __launch_bounds__(kFloatThreads) float_kernel(const __grid_const
       }
     }
   };
+  bool outside = false;  // the table had a page that the pool has not
   if constexpr (std::is_same_v<Call, AnyAttentionCall>) {
+    const auto page_of = [&](std::uint32_t page) { return page_in_pool(c.any.page(b, page), c.pool, outside); };
 #pragma unroll 1
     for (int window = 0; window <= 1; ++window) {  // the sinks' tiles, then the window's
       const int begin = window ? max(own.begin, seen.sink_tiles()) : own.begin,
@@ -261,7 +276,7 @@ __global__ void __launch_bounds__(kFloatThreads) float_kernel(const __grid_const
       load_query(window ? c.q : c.q_sinks);
       const int first = seen.first_key(begin), keys = min((end - begin) * tile_keys, seen.keys_from(begin));
       attend(static_cast<const float*>(c.k_cache) + column, static_cast<const float*>(c.v_cache) + column, 0, keys,
-             [&](int j) { return long(c.any.entry(b, c.kv_head(head), first + j)); });
+             [&](int j) { return long(c.any.rows(b, c.kv_head(head), first + j, 1, page_of).first); });
     }
   } else {
     const int begin = own.begin * tile_keys, end = min(own.end * tile_keys, seen.keys_from(0));
@@ -274,7 +289,7 @@ __global__ void __launch_bounds__(kFloatThreads) float_kernel(const __grid_const
   }
   float* part = parts + group * part_floats(c.head_dim);
   if (active) store_vec(part + column, sum);
-  if (lane == 0) *reinterpret_cast<float2*>(part + c.head_dim) = {state.max, state.sum};
+  if (lane == 0) *reinterpret_cast<float2*>(part + c.head_dim) = {state.max, outside ? NAN : state.sum};
   finish_attention(parts, groups, sent, inbox, split, own.used, c.head_dim,
                    static_cast<float*>(c.y) + c.query(b, i, head));
 }

@@ -112,7 +112,9 @@ Result<PackedLaunches> plan_packed(const Target& target, const ops::Linear::Args
                          "linear: cuda takes rows that are packed in order with Epilogue::swiglu, got RoPE's order");
   CF_TRY(with_gptq_activation(ops::Linear::name, a.x.dtype, [](auto) { return Status(); }));
   const std::int64_t tokens = ops::Linear::dims(a).tokens;
-  const GptqSizes sizes = gptq_sizes(m.layout, tokens);
+  GptqSizes sizes = gptq_sizes(m.layout, tokens);
+  // The kernel of one token has another order of sums than those of several.
+  if (target.arch.tuning->is_invariant()) sizes.one_token = false;
   PackedLaunches all;
   CF_TRY(for_each_gptq_launch(target.arch, sizes, tokens, [&](std::int64_t first, const GptqPlan& plan) {
     all.launches.push_back({first, plan.tokens, plan});

@@ -30,12 +30,14 @@ constexpr int min_layernorm_blocks(int elements) { return elements == 16 ? 2 : 0
 
 /// Rows whose threads are all resident at once get 8 elements a thread: the shortest time from a row's first load to
 /// its last store. More rows get 16, with fewer instructions an element, unless x is the sum of several tensors
-/// (`inputs` > 1), whose loads limit the speed anyway. Rows too long for a block of either get 64.
+/// (`inputs` > 1), whose loads limit the speed anyway. Rows too long for a block of either get 64. All steps of a class
+/// have one plan.
 constexpr LayerNormPlan layernorm_plan(const Arch& arch, std::int64_t tokens, std::int64_t hidden, int inputs) {
   constexpr auto threads = [](std::int64_t n, int elements) {
     return int((n + elements - 1) / elements + 31) / 32 * 32;
   };
-  const bool at_once = tokens * threads(hidden, 8) <= std::int64_t(arch.sm_count) * arch.threads_per_sm;
+  const std::int64_t rows = arch.tuning->class_of(tokens).planned_as;
+  const bool at_once = rows * threads(hidden, 8) <= std::int64_t(arch.sm_count) * arch.threads_per_sm;
   int elements = at_once || inputs > 1 ? 8 : 16;
   if (threads(hidden, elements) > max_layernorm_threads(elements)) elements = 64;
   return {.elements = elements, .threads = threads(hidden, elements)};

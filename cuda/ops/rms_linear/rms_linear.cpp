@@ -15,6 +15,7 @@ Result<GptqPlan> plan_of(const Target& target, const Args& a, const AnyView<2>& 
   if (!weight) return not_taken("packed GPTQ weights", "another weight");
   CF_TRY(check_gptq_activation(name, a.x.dtype));
   if (tokens != 1) return not_taken("one token", std::to_string(tokens));
+  if (target.arch.tuning->is_invariant()) return not_taken("classes of step sizes", "one class");
   CF_TRY(check_multiple_of_8(name, "hidden", hidden));
   if (a.gamma.dtype != a.x.dtype)
     return not_taken("a gamma of the activations' dtype", std::string(to_string(a.gamma.dtype)));

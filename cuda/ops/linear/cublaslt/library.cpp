@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
+#include <array>
 #include <cstdlib>
 #include <map>
 #include <memory>
@@ -28,6 +29,7 @@ namespace {
   F(cublasLtGetStatusString)              \
   F(cublasLtGetVersion)                   \
   F(cublasLtMatmul)                       \
+  F(cublasLtMatmulAlgoCheck)              \
   F(cublasLtMatmulAlgoConfigGetAttribute) \
   F(cublasLtMatmulAlgoGetHeuristic)       \
   F(cublasLtMatmulDescCreate)             \
@@ -47,7 +49,7 @@ struct Library {
 #undef CF_DECLARE
   std::string name, fault;  // one of the two is empty
 
-  /// Device, tokens, in, out, dtype, output, bias, residual.
+  /// Device, the class' planned_as, in, out, dtype, output, bias, residual.
   using Key = std::tuple<int, std::int64_t, std::int64_t, std::int64_t, DType, DType, bool, bool>;
   std::mutex mutex;
   std::map<int, cublasLtHandle_t> handles;                             // by device
@@ -102,9 +104,21 @@ cudaDataType_t type_of(DType dtype) {
   return dtype == DType::f16 ? CUDA_R_16F : dtype == DType::bf16 ? CUDA_R_16BF : CUDA_R_32F;
 }
 
+/// A number of an algorithm's configuration; -1 where it has none.
+int config(const cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute) {
+  std::int32_t value = 0;
+  std::size_t written = 0;
+  const cublasStatus_t status =
+      library().cublasLtMatmulAlgoConfigGetAttribute(&algorithm, attribute, &value, sizeof value, &written);
+  return status == CUBLAS_STATUS_SUCCESS ? value : -1;
+}
+
 /// All tensors may lie at any multiple of this. It is told to cuBLASLt in place of the tensors' own alignment, so that
 /// the algorithm does not depend on where they lie.
 constexpr std::uint32_t kAlignmentBytes = 16;
+
+/// The workspace of an algorithm that counts its tiles there. Partial sums of one tile take more.
+constexpr std::size_t kMostCountersBytes = 4096;
 
 /// A product in cuBLASLt's terms. Its matrices are column-major, so that a row-major matrix (rows, columns) is one of
 /// (columns, rows): y (out, tokens) = transposed weight (in, out) * x (in, tokens).
@@ -123,8 +137,15 @@ class Product {
       if (layout) (void)library().cublasLtMatrixLayoutDestroy(layout);
   }
 
-  /// cuBLASLt's first choice; empty where it has none.
+  /// cuBLASLt's best algorithm for all products of the class; empty where it has none.
   Result<std::optional<cublasLtMatmulHeuristicResult_t>> best(cublasLtHandle_t handle) const;
+  /// Whether an algorithm takes the product.
+  bool takes(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm) const {
+    cublasLtMatmulHeuristicResult_t result{};
+    return library().cublasLtMatmulAlgoCheck(handle, operation_, weight_, x_, y_, y_, &algorithm, &result) ==
+               CUBLAS_STATUS_SUCCESS &&
+           result.workspaceSize <= kGemmWorkspaceBytes;
+  }
   /// Chooses what multiply() runs.
   void choose(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm) {
     handle_ = handle;
@@ -140,6 +161,14 @@ class Product {
 
  private:
   explicit Product(const Gemm& gemm) : gemm_(gemm) {}
+  /// The product of another number of tokens, whose tensors all lie at multiples of kAlignmentBytes and of no more.
+  Result<std::shared_ptr<Product>> with_tokens(std::int64_t tokens) const {
+    Gemm like = gemm_;
+    like.tokens = tokens;
+    // cuBLASLt reads the bias' alignment off its address.
+    if (like.bias) like.bias = reinterpret_cast<const void*>(std::uintptr_t(kAlignmentBytes));
+    return create(like);
+  }
   template <class T>
   Status set(cublasLtMatmulDescAttributes_t attribute, T value) {
     CF_TRY_CUBLAS(cublasLtMatmulDescSetAttribute, operation_, attribute, &value, sizeof value);
@@ -170,10 +199,8 @@ Status Product::describe() {
 }
 
 Result<std::optional<cublasLtMatmulHeuristicResult_t>> Product::best(cublasLtHandle_t handle) const {
-  // cuBLASLt reads the bias' alignment off its address.
-  Gemm like = gemm_;
-  if (like.bias) like.bias = reinterpret_cast<const void*>(std::uintptr_t(kAlignmentBytes));
-  CF_TRY_ASSIGN(const std::shared_ptr<Product> p, create(like));
+  CF_TRY_ASSIGN(const std::shared_ptr<Product> p, with_tokens(gemm_.step_class.planned_as));
+  CF_TRY_ASSIGN(const std::shared_ptr<Product> least, with_tokens(gemm_.step_class.first));
 
   cublasLtMatmulPreference_t preference = nullptr;
   CF_TRY_CUBLAS(cublasLtMatmulPreferenceCreate, &preference);
@@ -185,21 +212,24 @@ Result<std::optional<cublasLtMatmulHeuristicResult_t>> Product::best(cublasLtHan
     return {};
   };
   CF_TRY(prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, std::uint64_t(kGemmWorkspaceBytes)));
-  // Neither atomics nor partial sums of 16 bits.
-  CF_TRY(prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-                std::uint32_t(CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE)));
+  CF_TRY(prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, std::uint32_t(CUBLASLT_REDUCTION_SCHEME_NONE)));
   for (auto attribute : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
                          CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
     CF_TRY(prefer(attribute, kAlignmentBytes));
 
-  cublasLtMatmulHeuristicResult_t result{};
+  std::array<cublasLtMatmulHeuristicResult_t, 16> results{};  // best first
   int count = 0;
-  const cublasStatus_t status = library().cublasLtMatmulAlgoGetHeuristic(handle, p->operation_, p->weight_, p->x_,
-                                                                         p->y_, p->y_, preference, 1, &result, &count);
+  const cublasStatus_t status = library().cublasLtMatmulAlgoGetHeuristic(
+      handle, p->operation_, p->weight_, p->x_, p->y_, p->y_, preference, int(results.size()), results.data(), &count);
   using Best = std::optional<cublasLtMatmulHeuristicResult_t>;
   if (status == CUBLAS_STATUS_NOT_SUPPORTED) return Best();
   CF_TRY(from_cublas(status, "cublasLtMatmulAlgoGetHeuristic"));
-  return count > 0 && result.state == CUBLAS_STATUS_SUCCESS ? Best(result) : Best();
+  for (int i = 0; i < count; ++i) {
+    const cublasLtMatmulHeuristicResult_t& r = results[std::size_t(i)];
+    const bool one_sum = config(r.algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM) <= 1 && r.workspaceSize <= kMostCountersBytes;
+    if (r.state == CUBLAS_STATUS_SUCCESS && one_sum && least->takes(handle, r.algo)) return Best(r);
+  }
+  return Best();
 }
 
 /// The handle of a device. The caller holds the library's mutex.
@@ -216,14 +246,6 @@ Result<cublasLtHandle_t> handle_of(int device) {
   return library().handles[device] = handle;
 }
 
-int config(const cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute) {
-  std::int32_t value = 0;
-  std::size_t written = 0;
-  const cublasStatus_t status =
-      library().cublasLtMatmulAlgoConfigGetAttribute(&algorithm, attribute, &value, sizeof value, &written);
-  return status == CUBLAS_STATUS_SUCCESS ? value : -1;
-}
-
 }  // namespace
 
 Result<LaunchList::Call> make_gemm(const Gemm& g, int device) {
@@ -232,7 +254,8 @@ Result<LaunchList::Call> make_gemm(const Gemm& g, int device) {
   // The first call may come while a stream is captured.
   const RelaxedCapture relaxed;
   CF_TRY_ASSIGN(const std::shared_ptr<Product> product, Product::create(g));
-  const Library::Key key{device, g.tokens, g.in, g.out, g.dtype, g.output, g.bias != nullptr, g.residual != nullptr};
+  const Library::Key key{
+      device, g.step_class.planned_as, g.in, g.out, g.dtype, g.output, g.bias != nullptr, g.residual != nullptr};
   const std::lock_guard lock(lib.mutex);
   CF_TRY_ASSIGN(const cublasLtHandle_t handle, handle_of(device));
   auto found = lib.best.find(key);
@@ -241,6 +264,11 @@ Result<LaunchList::Call> make_gemm(const Gemm& g, int device) {
     found = lib.best.emplace(key, std::move(best)).first;
   }
   if (!found->second) return LaunchList::Call();
+  if (!product->takes(handle, found->second->algo))
+    return Status::error(Code::unimplemented, "linear: cuBLASLt's algorithm for steps of " +
+                                                  std::to_string(g.step_class.first) + " tokens and more takes no " +
+                                                  std::to_string(g.tokens) + " tokens, " + std::to_string(g.in) +
+                                                  " -> " + std::to_string(g.out));
   product->choose(handle, found->second->algo);
   return LaunchList::Call([product](CUstream_st* stream) { return product->multiply(stream); });
 }
@@ -251,9 +279,9 @@ std::vector<GemmAlgorithm> gemm_algorithms() {
   const std::lock_guard lock(lib.mutex);
   for (const auto& [key, best] : lib.best) {
     if (!best) continue;
-    const auto& [device, tokens, in, out, dtype, output, bias, residual] = key;
+    const auto& [device, planned_as, in, out, dtype, output, bias, residual] = key;
     all.push_back({.device = device,
-                   .tokens = tokens,
+                   .planned_as = planned_as,
                    .in = in,
                    .out = out,
                    .dtype = dtype,

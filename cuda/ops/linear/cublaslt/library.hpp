@@ -9,6 +9,7 @@
 #include "core/dtype.hpp"
 #include "core/status.hpp"
 #include "cuda/runtime/launch_list.hpp"
+#include "cuda/tuning/tuning.hpp"
 
 namespace cf::cuda {
 
@@ -16,6 +17,7 @@ namespace cf::cuda {
 /// 16 bytes.
 struct Gemm {
   std::int64_t tokens, in, out;
+  StepClass step_class;  // that `tokens` belong to
   DType dtype;           // of x, weight, bias and residual: float16 or bfloat16
   DType output;          // of y: dtype; or float32, then without bias and residual
   const void* x;         // (tokens, in)
@@ -28,15 +30,16 @@ struct Gemm {
 
 /// The product as a call for a LaunchList of this device. Empty where there is no library, and where the library has no
 /// algorithm for the product.
-///   The algorithm depends on the device, the sizes, the dtypes and on whether there is a bias and a residual, and on
-/// nothing else: it is asked for once and then kept. Its reduction is in one block, or by a kernel of its own from
-/// float32 partial sums in the workspace. So the same inputs give the same bits.
+///   The algorithm depends on the device, the class of the step, in and out, the dtypes and on whether there is a bias
+/// and a residual, and on nothing else: it is asked for once, for step_class.planned_as tokens, and then kept. One block
+/// makes a whole sum: no algorithm divides the columns (split-k). So the same inputs give the same bits, and a row has
+/// the same bits in all steps of a class. Code::unimplemented where that algorithm takes other tokens of the class alone.
 Result<LaunchList::Call> make_gemm(const Gemm& gemm, int device);
 
-/// An algorithm that was chosen, by cuBLASLt's numbers.
+/// An algorithm that was chosen, by cuBLASLt's numbers. `planned_as` are the tokens that it was asked for.
 struct GemmAlgorithm {
   int device;
-  std::int64_t tokens, in, out;
+  std::int64_t planned_as, in, out;
   DType dtype, output;
   bool bias, residual;
   int id, tile, stages, split_k;

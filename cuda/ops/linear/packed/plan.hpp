@@ -329,7 +329,7 @@ auto gptq_kernel_for(const GptqPlan& p, const GptqSizes& m) {
   if (m.halves_a_group % 2)
     return sixteen ? Kernels::template kernel<GptqTokens::sixteen, true>
                    : Kernels::template kernel<GptqTokens::eight, true>;
-  if (m.one_token)
+  if (p.digit_bytes)
     return gptq_slice_chunks(p) > kGptqMaxChunks ? Kernels::template kernel<GptqTokens::one, false, kGptqOneTokenChunks>
                                                  : Kernels::template kernel<GptqTokens::one, false>;
   return sixteen ? Kernels::template kernel<GptqTokens::sixteen, false>

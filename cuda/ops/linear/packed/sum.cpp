@@ -10,6 +10,7 @@ Result<GptqSumPlan> plan_linear_sum(const Target& target, const ops::LinearSum::
   const auto* const second = std::get_if<PackedWeight>(&a.linear2.weight);
   if (!first || !second) return not_taken("two packed GPTQ weights", "another weight");
   CF_TRY(check_gptq_activation(name, a.x.dtype));
+  if (target.arch.tuning->is_invariant()) return not_taken("classes of step sizes", "one class");
   CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(name, *first));
   CF_TRY_ASSIGN(const GptqLayout layout2, gptq_layout(name, *second));
   Status status;

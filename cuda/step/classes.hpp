@@ -1,0 +1,73 @@
+#pragma once
+// Which sizes of steps give a row the same bits. Without CUDA's headers. Private to cuda and the programs.
+#include <algorithm>
+#include <cstdint>
+#include <set>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cuda/ops/attention/attention.hpp"
+#include "cuda/runtime/arch.hpp"
+
+namespace cf::cuda {
+
+/// Tokens `first` to `last`; a last range has no end, which is kAnyTokens.
+struct TokenRange {
+  std::int64_t first, last;
+  bool operator==(const TokenRange&) const = default;
+};
+
+/// "1 to 8, 9 to 128, 129 or more"
+inline std::string to_string(std::span<const TokenRange> ranges) {
+  std::string text;
+  for (const TokenRange& r : ranges) {
+    if (!text.empty()) text += ", ";
+    text += std::to_string(r.first);
+    if (r.last == kAnyTokens)
+      text += " or more";
+    else if (r.last > r.first)
+      text += " to " + std::to_string(r.last);
+  }
+  return text;
+}
+
+/// The ranges that end at these numbers of tokens, and the range without an end behind them.
+inline std::vector<TokenRange> ranges_to(const std::set<std::int64_t>& lasts) {
+  std::vector<TokenRange> ranges;
+  std::int64_t first = 1;
+  for (std::int64_t last : lasts) {
+    if (last < first || last == kAnyTokens) continue;
+    ranges.push_back({first, last});
+    first = last + 1;
+  }
+  ranges.push_back({first, kAnyTokens});
+  return ranges;
+}
+
+/// The sizes of steps: within a range a row of any op but attention has the same bits, whatever the number of rows. The
+/// model's activations have 16 bits or 32; `bits` are those of its packed weights, none where all weights are dense.
+inline std::vector<TokenRange> step_classes(const Arch& arch, std::span<const int> bits = {}) {
+  const Tuning& t = *arch.tuning;
+  std::set<std::int64_t> lasts{t.gemv_tokens};
+  for (const StepClass& c : t.step_classes) lasts.insert(c.last);
+  if (arch.has_wgmma()) lasts.insert(t.wgmma_tokens);
+  if (t.is_invariant()) return ranges_to({});
+  if (!bits.empty()) lasts.insert({1, t.packed_tokens});  // one token has a kernel of its own
+  if (arch.has_wgmma() && std::ranges::find(bits, 4) != bits.end())
+    lasts.insert({t.packed_wgmma_first - 1, t.packed_wgmma_tokens});
+  return ranges_to(lasts);
+}
+
+/// The lengths of runs: within a range attention has one kernel. That of the first range divides a sequence's keys by
+/// the cache's capacity and the number of queries of its launch; the others give a row the same bits in all runs of
+/// the range. `group` query heads read one kv head.
+inline std::vector<TokenRange> attention_classes(const Arch& arch, std::int64_t head_dim, std::int64_t group) {
+  const std::int64_t prefill = arch.tuning->prefill_queries;
+  std::set<std::int64_t> lasts{prefill - 1};
+  if (wgmma_pays(arch, head_dim, kWgmmaQueryRows) && !arch.tuning->is_invariant())
+    lasts.insert(std::max(prefill, (kWgmmaQueryRows + group - 1) / group) - 1);
+  return ranges_to(lasts);
+}
+
+}  // namespace cf::cuda
