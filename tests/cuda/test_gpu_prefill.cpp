@@ -7,6 +7,7 @@
 
 #include "core/call_groups.hpp"
 #include "tests/cuda/device_pages.hpp"
+#include "tests/cuda/device_tensors.hpp"
 #include "tests/support/mixed_steps.hpp"
 
 using namespace cf;
@@ -249,7 +250,8 @@ TEST_CASE("On the GPU faults of pages, windows and sinks leave attention's budge
         for (auto& b : untouched.blocks())
           if (b.role == Role::cache)
             for (std::int64_t i = 0; i < element_count(b.shape); ++i)
-              if (f16& e = static_cast<f16*>(b.data())[i]; std::isnan(widen(e))) e = narrow<f16>(std::sin(double(i)));
+              if (f16& e = static_cast<f16*>(b.data())[i]; std::isnan(widen<double>(e)))
+                e = narrow<f16>(std::sin(double(i)));
         Problem<Attention> reference(untouched, DType::f64);
         require_ok(cpu_ref::run(reference.args()));
         const auto condition = cpu_ref::condition(reference.args());
