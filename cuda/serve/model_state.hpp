@@ -108,13 +108,18 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Status prepare_steps();
   /// Calls add(site, args) for the sites that belong to no layer: the embedding, the final LayerNorm and the LM head.
   template <class Add>
-  Status for_each_outer_site(LogitsBuffer to, Add&& add) const;
+  Status for_each_outer_site(LogitsBuffer to, std::int64_t slots, Add&& add) const;
   /// A step as one graph. executor_step() captures what the executor puts onto a stream for the layers.
-  /// dataflow_step() adds every op by itself: an op waits for the ops whose data it needs, and for no other.
+  /// dataflow_step() adds every op by itself, for the first `slots` slots: an op waits for the ops whose data it needs,
+  /// and for no other.
   Result<GraphExec> executor_step(LogitsBuffer to, Start start);
-  Result<GraphExec> dataflow_step(LogitsBuffer to, Start start);
+  Result<GraphExec> dataflow_step(LogitsBuffer to, Start start, std::int64_t slots);
   /// whole_step() captures one launch for the whole model.
   Result<GraphExec> whole_step(LogitsBuffer to, Start start);
+  /// The graph of a step, made when it is first asked for.
+  Result<cudaGraphExec_t> step_graph(Start start, LogitsBuffer to, std::int64_t slots);
+  /// The slots of a step whose tokens are in the first `slots` slots.
+  std::int64_t step_slots(std::int64_t slots) const;
   /// Puts what such a step begins with onto the stream that is being captured.
   Status begin_step(LogitsBuffer to, Start start, const Submission& how);
   /// What the first layer of a step reads.
@@ -199,9 +204,6 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Status await_launched(unsigned number, std::span<const Draw> draws, std::span<std::int32_t> ids) override;
   void end_before(unsigned number) override { whole->end_before(number); }
 
-  static LogitsBuffer step_buffer(std::size_t parity) {
-    return parity == 0 ? LogitsBuffer::even_steps : LogitsBuffer::odd_steps;
-  }
   static LogitsBuffer other_buffer(LogitsBuffer step) {
     return step == LogitsBuffer::even_steps ? LogitsBuffer::odd_steps : LogitsBuffer::even_steps;
   }
@@ -257,8 +259,9 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Event prompt_copied, handover;
 
   std::vector<LaunchList> sample;  // by the logits' buffer
-  // A step of all slots, by its start and by the parity of where its logits go.
-  std::array<std::array<GraphExec, 2>, kStarts> steps;
+  /// The steps so far, by their start, where their logits go, and their slots.
+  std::map<std::tuple<Start, LogitsBuffer, std::int64_t>, GraphExec> steps;
+  std::int64_t placed_slots = 0;  // of the step that was placed last and of those that follow it
   using ChunkKey = std::tuple<std::int64_t, std::int64_t, const void*, std::int64_t>;
   // The prefill chunks so far, by slot, tokens, logits and their rows. From its second time on a chunk is a graph,
   // whose branches run side by side.

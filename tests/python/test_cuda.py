@@ -455,7 +455,7 @@ def test_what_the_device_does_not_hold_or_take(checkpoints: pathlib.Path) -> Non
     name = checkpoints / "neox-d80"
     calls: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, "slots must be 1", {"slots": 0}),
-        (ValueError, "slots must be 1 to 64, got 65", {"slots": 65}),
+        (ValueError, "slots must be 1 to 1024, got 1025", {"slots": 1025}),
         (ValueError, "capacity must be 1", {"capacity": 0}),
         (ValueError, "impl: expected auto, unfused, graph, split, layer, persistent, got 'fast'", {"impl": "fast"}),
         (NotImplementedError, "impl 'persistent': ", {"impl": "persistent", "slots": 9}),
