@@ -372,7 +372,7 @@ TEST_CASE("Attention takes prompts of many lengths, pages and windows by the pro
   INFO(of_mixed);
   CHECK(of_mixed.starts_with("attention_wgmma_runs: 1 launches, 2 runs"));
   CHECK(of_mixed.find("; attention_prefill_runs: 1 launches, 2 runs") != std::string::npos);
-  CHECK(of_mixed.find("; attention_decode: ") != std::string::npos);
+  CHECK(of_mixed.find("; attention_decode_runs: ") != std::string::npos);
   CHECK(text_of(h200, 80, lone, 96, {}, 256) ==
         "attention: cuda takes pages of a multiple of 64 entries up to 1024, got 96");
 }
