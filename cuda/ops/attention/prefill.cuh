@@ -1,6 +1,7 @@
 #pragma once
-// Which rows a block of the prefill kernels has, and which keys they see. A kernel takes one of two calls: AttentionCall
-// for sequences with as many queries each over one contiguous cache of all keys, or PrefillCall for the rest.
+// Which rows a block of the prefill kernels has, and which keys they see. A kernel takes one of two calls:
+// AttentionCall for sequences with as many queries each over one contiguous cache of all keys, or PrefillCall for the
+// rest.
 #include <type_traits>
 
 #include "cuda/ops/any_cache.hpp"
