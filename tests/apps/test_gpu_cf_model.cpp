@@ -286,6 +286,17 @@ TEST_CASE("cf-model bench on the GPU: table, JSON and CSV", "[gpu][cf-model]") {
   CHECK(cold["results"][0]["decode_percent_of_read"] < 105);
 }
 
+TEST_CASE("cf-model bench --score on the GPU", "[gpu][cf-model]") {
+  const Json report = json_of("bench --preset pythia-160m --prompt-len 40,600 --score 1,40 --slots 1,9 --texts 20");
+  check_machine(report);
+  REQUIRE(report["results"].size() == 8);
+  for (const Json& row : report["results"]) {
+    CAPTURE(row.dump());
+    CHECK(double(row["score_ms"]) > 0);
+    CHECK(double(row["percent_of_prefill"]) > 0);
+  }
+}
+
 TEST_CASE("cf-model info on the GPU: bytes, memory, slots and the impl that auto chooses", "[gpu][cf-model]") {
   const std::string out = on_gpu("info " + d80).out;
   CAPTURE(out);

@@ -246,6 +246,24 @@ TEST_CASE("Appends of runs that differ, to pages and to streams' caches, have th
         }).ends_with(", 1 runs, 1 launches"));
 }
 
+TEST_CASE("The fused products append to pages, whose rows of heads have 32-bit numbers", "[plans]") {
+  const StepOutline step(*find_preset("pythia-2.8b"), {.batch = 1, .q_len = 1, .table_rows = 64, .capacity = 64},
+                         DType::f16, {}, 1);
+  const Result<StepPlan> plan = plan_graph({.arch = kH200}, *step.record_layer(0));
+  REQUIRE(plan);
+  auto args = std::get<ops::LnQkv::Args>(plan->nodes.front().node.call);
+  const std::int32_t page = 0;
+  args.page_table = {&page, {1, 1}};
+  args.k_cache.shape = args.v_cache.shape = {1 << 20, 32, 63, 80};
+  const Result<Choice> choice = choose({.arch = kH200}, args);
+  INFO(choice.status().message());
+  REQUIRE(choice);
+  CHECK(choice->kernel == "ln_qkv_dense");
+  args.k_cache.shape[2] = args.v_cache.shape[2] = 64;
+  CHECK(choose({.arch = kH200}, args).status().message() ==
+        "ln_qkv: cuda takes a cache of up to 2147483647 rows of heads, got 1048576 x 32 x 64");
+}
+
 TEST_CASE("Attention of few queries has the decode kernels, whatever the cache and the runs", "[plans]") {
   const StepOutline step(*find_preset("pythia-2.8b"), {.batch = 4, .q_len = 1, .table_rows = 512, .capacity = 512},
                          DType::f16, {}, 1);
