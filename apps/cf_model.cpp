@@ -11,10 +11,12 @@ int main(int argc, char** argv) {
   CommandLine line("Makes tokens with a whole model, scores texts, and times both, on the CPU or a GPU.",
                    std::string("cf-model ") + CF_VERSION);
   CommandLine& generate_line = line.subcommand("generate", "Continue prompts");
+  CommandLine& stream_line = line.subcommand("stream", "Continue a prompt without end, in constant memory");
   CommandLine& eval_line = line.subcommand("eval", "Score the ids of a text, beside the oracle if asked to");
   CommandLine& bench_line = line.subcommand("bench", "Time prompts and tokens");
   CommandLine& info_line = line.subcommand("info", "Print a model's sizes and what fits this machine");
   Generate generate(generate_line);
+  Stream stream(stream_line);
   Evaluate evaluate(eval_line);
   Bench bench(bench_line);
   Info info(info_line);
@@ -24,6 +26,7 @@ int main(int argc, char** argv) {
   if (const auto exit_code = line.parse(argc, argv)) return *exit_code;
   const std::string command = shell_command(argc, argv);
   if (generate_line.chosen()) return generate.run(command);
+  if (stream_line.chosen()) return stream.run(command);
   if (eval_line.chosen()) return evaluate.run(command);
   if (bench_line.chosen()) return bench.run(command);
   return info.run();

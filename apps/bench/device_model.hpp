@@ -17,13 +17,19 @@ namespace cf::apps {
 struct DeviceModelOptions {
   std::int64_t slots = 1, capacity = 2048, chunk = 2048;
   std::string impl = "auto";  // of steps: the name of a cuda::Impl, or auto for the fastest that takes them
-  bool invariant = false;     // whether a token's bits are the same whatever else is in its step
+  // As cuda::Model::Options has them.
+  bool invariant = false;
+  std::int64_t window = 0, sinks = 0;
+  std::int64_t pages = 0, page_entries = 64;
 };
 
 /// What a model takes of a device, and how its steps run.
 struct DeviceModelPlan {
   double weights_bytes = 0, cache_bytes = 0, workspace_bytes = 0;
   std::string impl;
+  /// The tokens of steps, and of runs, in ranges within which a row has the same bits: "1 to 8, 9 to 128, 129 or more".
+  /// Of steps for all but attention, of runs for attention.
+  std::string step_classes, run_classes;
 
   double bytes() const { return weights_bytes + cache_bytes + workspace_bytes; }
 };

@@ -27,6 +27,22 @@ class Generate {
   bool print_ids_ = false, check_ = false;
 };
 
+/// Continues one prompt without end, in memory that does not grow.
+class Stream {
+ public:
+  explicit Stream(CommandLine& line);
+  int run(const std::string& command);
+
+ private:
+  ModelOptions model_;
+  Sampling sampling_;
+  std::string prompt_ids_, stop_ = "none", json_;
+  std::vector<std::int32_t> prompt_, stop_ids_;
+  std::optional<std::int64_t> max_new_tokens_;
+  std::int64_t top_k_ = 0, every_ = 1000;
+  bool print_ids_ = false;
+};
+
 /// Perplexity over a text's ids, and how far a model is from a reference.
 class Evaluate {
  public:
@@ -45,7 +61,7 @@ class Evaluate {
 };
 
 /// Time to first token, time per token and throughput over prompts, outputs and slots; how long a prompt that joins
-/// stops the others.
+/// stops the others. Or the time of scores.
 class Bench {
  public:
   explicit Bench(CommandLine& line);
@@ -53,9 +69,9 @@ class Bench {
 
  private:
   ModelOptions model_;
-  std::string prompt_lens_ = "128", new_tokens_ = "32", slots_ = "1", json_, csv_;
-  std::optional<std::int64_t> runs_, warmup_, joiner_len_;
-  std::vector<std::int64_t> prompts_, outputs_, batches_;
+  std::string prompt_lens_ = "128", new_tokens_ = "32", slots_ = "1", scored_, json_, csv_;
+  std::optional<std::int64_t> texts_, runs_, warmup_, joiner_len_;
+  std::vector<std::int64_t> prompts_, outputs_, batches_;  // outputs: new tokens, or ids that are scored
 };
 
 /// A model's sizes, bytes and what fits this machine.

@@ -4,6 +4,8 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <filesystem>
+#include <limits>
 #include <optional>
 #include <utility>
 
@@ -18,16 +20,26 @@
 namespace cf::apps {
 namespace {
 
+/// What the options of the CPU's models and of a GPU's have alike.
+template <class Options>
+Options with_cache(Options options, const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
+  options.slots = slots;
+  options.capacity = capacity;
+  options.chunk = o.chunk_tokens();
+  options.invariant = o.invariant;
+  options.window = o.window;
+  options.sinks = o.sinks;
+  options.pages = o.pages;
+  options.page_entries = o.page_entries;
+  return options;
+}
+
 cpu_ref::Model::Options cpu_options(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
-  return {.slots = slots,
-          .capacity = capacity,
-          .chunk = o.chunk_tokens(),
-          .activation = o.activation.value_or(DType::f32),
-          .invariant = o.invariant};
+  return with_cache(cpu_ref::Model::Options{.activation = o.activation.value_or(DType::f32)}, o, slots, capacity);
 }
 
 DeviceModelOptions device_options(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
-  return {.slots = slots, .capacity = capacity, .chunk = o.chunk_tokens(), .impl = o.impl, .invariant = o.invariant};
+  return with_cache(DeviceModelOptions{.impl = o.impl}, o, slots, capacity);
 }
 
 }  // namespace
@@ -70,6 +82,42 @@ void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
   line.integer("--threads", o.threads, {1, kMostThreads}, "Threads (cpu)");
 }
 
+void declare_stream(CommandLine& line, ModelOptions& o) {
+  line.integer("--window", o.window, {1, kMaxCapacity},
+               "Make each sequence a stream without end: a token sees the newest N tokens, its own among them, and the "
+               "sinks");
+  line.integer("--sinks", o.sinks, {0, kMaxCapacity}, "The first N tokens of a stream, which every token sees");
+}
+
+void declare_serving(CommandLine& line, ModelOptions& o) {
+  constexpr std::int64_t most = (std::int64_t(1) << 31) - 1;
+  line.group("Serving");
+  line.integer(
+      "--pages", o.pages, {1, most},
+      "Hold all sequences in a pool of N pages, of which each takes what it needs; when left out each slot has "
+      "memory of its own");
+  line.integer("--page-entries", o.page_entries, {1, most}, "Cache entries of a page, 64 when left out");
+  line.flag("--share-prefixes", o.share_prefixes, "Prompts that begin alike share pages, and are read once that far");
+  line.integer("--step-tokens", o.step_tokens, {0, kMaxCapacity},
+               "Tokens of a step: those of all running sequences, and pieces of prompts beside them; 0 reads each "
+               "prompt whole");
+  line.needs("--page-entries", "--pages");
+  line.needs("--share-prefixes", "--pages");
+}
+
+void declare_sampling(CommandLine& line, Sampling& sampling, std::int64_t& top_k) {
+  line.group("Sampling");
+  line.number("--temperature", sampling.temperature, "0 for the most likely token");
+  line.integer("--top-k", top_k, {0, std::numeric_limits<int>::max()}, "Keep so many tokens, 0 for all");
+  line.number("--top-p", sampling.top_p, "Keep the fewest tokens whose probabilities reach this sum");
+  line.number("--min-p", sampling.min_p, "Keep tokens of at least this share of the largest probability");
+  line.seed("--seed", sampling.seed, "Seed of the draws; a prompt's place decides besides");
+}
+
+DecoderOptions decoder_options(const ModelOptions& o) {
+  return {.step_tokens = o.step_tokens, .share_prefixes = o.share_prefixes};
+}
+
 checkpoint::ModelChoice choice_of(const ModelOptions& o) {
   checkpoint::ModelChoice choice = o.choice;
   if (!o.quant.empty()) choice.linears = {.bits = 4, .group_size = o.group.value_or(128)};
@@ -104,7 +152,7 @@ Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::in
   }));
   progress.reset();
   print_notes(running.loaded.notes);
-  if (capacity > config.max_position_embeddings)
+  if (o.window == 0 && capacity > config.max_position_embeddings)
     say(fmt::format("positions beyond max_position_embeddings {} are used as Hugging Face does, up to {}",
                     config.max_position_embeddings, capacity));
   return running;
@@ -128,6 +176,15 @@ Result<RunningModel> open_model(const ModelOptions& o, std::int64_t slots, std::
   CF_TRY(start_model(o, slots, capacity, running));
   if (running.device && !keep_weights) running.loaded.drop_values();
   return running;
+}
+
+Result<double> cache_bytes_of(const ModelOptions& o, std::int64_t slots, std::int64_t capacity,
+                              const RunningModel& running) {
+  const checkpoint::LoadedModel& l = running.loaded;
+  if (!running.device) return cpu_ref::Model::bytes(l.config, cpu_options(o, slots, capacity)).cache;
+  CF_TRY_ASSIGN(const DeviceModelPlan plan,
+                plan_device_model(*running.device, l.config.spec(), l.weights, device_options(o, slots, capacity)));
+  return plan.cache_bytes;
 }
 
 std::string describe_machine(const ModelOptions& o, const RunningModel& running) {
@@ -166,6 +223,27 @@ Result<std::vector<std::vector<std::int32_t>>> parse_prompts(const std::string& 
     if (prompt.size() == rest.size()) return prompts;
     rest.remove_prefix(prompt.size() + 1);
   }
+}
+
+Status parse_stop(const std::string& text, std::vector<std::int32_t>& ids) {
+  ids.clear();
+  if (text == "none") return {};
+  Result<std::vector<std::vector<std::int32_t>>> parsed = parse_prompts(text);
+  if (!parsed || parsed->size() != 1)
+    return Status::error(Code::invalid_argument,
+                         fmt::format("--stop: expected ids such as 0,2, or none, got '{}'", text));
+  ids = std::move(parsed->front());
+  return {};
+}
+
+std::optional<checkpoint::Vocabulary> vocabulary_of(const std::string& directory) {
+  const std::string path = directory + "/tokenizer.json";
+  if (directory.empty() || !std::filesystem::exists(path)) return std::nullopt;
+  Result<checkpoint::Vocabulary> read = checkpoint::Vocabulary::open(path);
+  if (read) return std::move(*read);
+  // Ids do as well: a tokenizer of another kind is no reason to refuse the model.
+  say("ids are printed: " + read.status().message());
+  return std::nullopt;
 }
 
 }  // namespace cf::apps

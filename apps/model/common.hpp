@@ -12,12 +12,15 @@
 #include "apps/cli/options.hpp"
 #include "apps/cli/program.hpp"
 #include "core/model/decoder.hpp"
+#include "core/sampling.hpp"
 #include "core/status.hpp"
 #include "golden/checkpoint/model_source.hpp"
+#include "golden/checkpoint/vocabulary.hpp"
 
 namespace cf::apps {
 
-inline constexpr std::int64_t kMaxSlots = 64, kMaxCapacity = 1 << 20;
+/// kSlots: prompts that decode at once where nothing else is said.
+inline constexpr std::int64_t kMaxSlots = 1024, kSlots = 64, kMaxCapacity = 1 << 20;
 
 /// The options that choose a model and how it runs.
 struct ModelOptions {
@@ -28,7 +31,12 @@ struct ModelOptions {
   std::optional<DType> activation;  // the CPU's; a GPU's is the weights' dtype
   std::int64_t threads = 1;
   std::optional<std::int64_t> chunk;
+  // As cpu_ref::Model::Options and DecoderOptions have them.
+  std::int64_t window = 0, sinks = 0;
+  std::int64_t pages = 0, page_entries = 64;
   bool invariant = false;
+  std::optional<std::int64_t> step_tokens;
+  bool share_prefixes = false;
 
   bool cuda() const { return backend == "cuda"; }
   /// Every chunk reads all weights. A larger one takes more memory for activations.
@@ -38,6 +46,18 @@ struct ModelOptions {
 /// Declares --model, --preset, --dtype, --quant, --group, --weights-seed, --backend, --impl and --invariant; with `runs`
 /// --activation, --chunk and --threads, too. Refuses options of the other backend, and a backend that is not there.
 void declare_model(CommandLine& line, ModelOptions& o, bool runs = true);
+
+/// Declares --window and --sinks, for which every sequence is a stream.
+void declare_stream(CommandLine& line, ModelOptions& o);
+
+/// Declares what many sequences at once are served by: --pages, --page-entries, --share-prefixes and --step-tokens.
+void declare_serving(CommandLine& line, ModelOptions& o);
+
+/// Declares how ids are drawn, but for the repetition penalty. Whoever declares them gives `top_k` to the sampling.
+void declare_sampling(CommandLine& line, Sampling& sampling, std::int64_t& top_k);
+
+/// The decoder's part of the options.
+DecoderOptions decoder_options(const ModelOptions& o);
 
 /// What the options say beside each other.
 checkpoint::ModelChoice choice_of(const ModelOptions& o);
@@ -62,6 +82,10 @@ Status start_model(const ModelOptions& o, std::int64_t slots, std::int64_t capac
 /// Both of them. Where a GPU runs the model and `keep_weights` is false, the host's weights keep their shapes alone.
 Result<RunningModel> open_model(const ModelOptions& o, std::int64_t slots, std::int64_t capacity, bool keep_weights);
 
+/// The bytes of the model's cache.
+Result<double> cache_bytes_of(const ModelOptions& o, std::int64_t slots, std::int64_t capacity,
+                              const RunningModel& running);
+
 /// The hardware that runs the model, in words: "2 threads of <CPU>", or the GPU's name.
 std::string describe_machine(const ModelOptions& o, const RunningModel& running);
 
@@ -83,5 +107,12 @@ void add_machine(Json& report, const ModelOptions& o, const RunningModel& runnin
 
 /// The prompts of --prompt-ids: "1,2,3", several separated by ";", or a .npy file of token ids whose rows are prompts.
 Result<std::vector<std::vector<std::int32_t>>> parse_prompts(const std::string& text);
+
+/// The ids of --stop: "0,2", or "none".
+Status parse_stop(const std::string& text, std::vector<std::int32_t>& ids);
+
+/// The vocabulary of a checkpoint's tokenizer.json, where there is one that this library reads. Says on stderr why ids
+/// are printed where it does not.
+std::optional<checkpoint::Vocabulary> vocabulary_of(const std::string& directory);
 
 }  // namespace cf::apps

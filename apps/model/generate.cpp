@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <filesystem>
-#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -100,14 +98,13 @@ Generate::Generate(CommandLine& line) {
                "Cache entries of a slot; when left out, what the longest prompt and its new tokens need");
   line.text("--stop", stop_,
             "Ids that end a sequence, such as 0,2, or \"none\"; the checkpoint's eos_token_id when left out", "IDS");
-  line.group("Sampling");
-  line.number("--temperature", sampling_.temperature, "0 for the most likely token");
-  line.integer("--top-k", top_k_, {0, std::numeric_limits<int>::max()}, "Keep so many tokens, 0 for all");
-  line.number("--top-p", sampling_.top_p, "Keep the fewest tokens whose probabilities reach this sum");
-  line.number("--min-p", sampling_.min_p, "Keep tokens of at least this share of the largest probability");
+  declare_stream(line, model_);
+  line.needs("--sinks", "--window");
+  line.excludes("--check", "--window");
+  declare_serving(line, model_);
+  declare_sampling(line, sampling_, top_k_);
   line.number("--repetition-penalty", sampling_.repetition_penalty,
               "Divide or multiply the logits of ids that were seen");
-  line.seed("--seed", sampling_.seed, "Seed of the draws; a prompt's place decides besides");
   line.group("Output");
   line.flag("--ids", print_ids_, "Print ids although the checkpoint has a vocabulary");
   line.flag("--check", check_,
@@ -129,37 +126,21 @@ Generate::Generate(CommandLine& line) {
       if (parsed) prompts_ = std::move(*parsed);
     }
     if (check_ && model_.activation == DType::f64) faults.add("--check: expected with --activation float32");
-    if (line.given("--stop") && stop_ != "none") {
-      Result<std::vector<std::vector<std::int32_t>>> parsed = parse_prompts(stop_);
-      if (!parsed || parsed->size() != 1)
-        faults.expected("--stop", "ids such as 0,2, or none", stop_);
-      else
-        stop_ids_ = parsed->front();
-    }
+    if (line.given("--stop")) faults.add(parse_stop(stop_, stop_ids_));
   });
 }
 
 int Generate::run(const std::string& command) {
   std::optional<checkpoint::Vocabulary> vocabulary;
-  if (!model_.choice.directory.empty()) {
-    const std::string path = model_.choice.directory + "/tokenizer.json";
-    if (std::filesystem::exists(path) && !print_ids_) {
-      Result<checkpoint::Vocabulary> read = checkpoint::Vocabulary::open(path);
-      // Ids do as well: a tokenizer of another kind is no reason to refuse the model.
-      if (read)
-        vocabulary = std::move(*read);
-      else
-        say("ids are printed: " + read.status().message());
-    }
-    if (stop_.empty()) {
-      const Result<checkpoint::GenerationConfig> read = checkpoint::read_generation_config(model_.choice.directory);
-      if (!read) return fail(read.status());
-      stop_ids_ = read->eos_token_ids;
-    }
+  if (!print_ids_) vocabulary = vocabulary_of(model_.choice.directory);
+  if (!model_.choice.directory.empty() && stop_.empty()) {
+    const Result<checkpoint::GenerationConfig> read = checkpoint::read_generation_config(model_.choice.directory);
+    if (!read) return fail(read.status());
+    stop_ids_ = read->eos_token_ids;
   }
   std::size_t longest = 0;
   for (const auto& prompt : prompts_) longest = std::max(longest, prompt.size());
-  const std::int64_t slots = slots_.value_or(std::min<std::int64_t>(kMaxSlots, std::int64_t(prompts_.size())));
+  const std::int64_t slots = slots_.value_or(std::min<std::int64_t>(kSlots, std::int64_t(prompts_.size())));
   // The last token is not appended.
   const std::int64_t capacity = capacity_.value_or(std::int64_t(longest) + max_new_tokens_ - 1);
   const Clock::time_point opened = Clock::now();
@@ -168,7 +149,7 @@ int Generate::run(const std::string& command) {
   const double load_s = seconds_since(opened);
   const checkpoint::LoadedModel& loaded = running->loaded;
   ModelRunner& runner = *running->model;  // the decoder's
-  Decoder decoder(std::move(running->model));
+  Decoder decoder(std::move(running->model), decoder_options(model_));
 
   Output output(prompts_.size() == 1, std::move(vocabulary));
   std::map<Decoder::Sequence, Job> jobs;

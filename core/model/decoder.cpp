@@ -44,6 +44,7 @@ struct Plan {
   std::vector<Run> runs{};
   std::vector<std::int32_t> ids{};
   std::vector<Decoder::Sequence> sequences{};
+  bool leaves_prompts = false;  // to the step behind this one
 };
 
 }  // namespace
@@ -70,6 +71,7 @@ struct Decoder::State {
   std::map<Sequence, Entry> entries{};
   std::deque<Sequence> waiting{};  // the oldest first; all are younger than those in slots
   std::vector<bool> taken;         // by slot
+  bool lacked_room = false;        // whether the prompt that came next in the last step that read prompts had no room
   Sequence next = 0;
 
   State(std::shared_ptr<SlotLease> l, const ModelRunner& runner, const DecoderOptions& options)
@@ -136,8 +138,9 @@ struct Decoder::State {
     }
   }
 
-  /// Chooses an id for each of the sequences, whose slots have logits, and ends those whose last id it is.
-  void choose(ModelRunner& runner, std::span<const Sequence> chosen, std::vector<Emitted>& emitted) {
+  /// Chooses an id for each of the sequences, whose slots have logits, and ends those whose last id it is. The next step
+  /// is theirs alone, or not.
+  void choose(ModelRunner& runner, std::span<const Sequence> chosen, bool alone, std::vector<Emitted>& emitted) {
     std::vector<ChoiceRequest> requests;
     for (Sequence s : chosen) {
       const Entry& e = entries.at(s);
@@ -146,7 +149,7 @@ struct Decoder::State {
                                    .sequence = e.options.id,
                                    .position = e.size(),
                                    .history = e.tokens,
-                                   .left = e.options.max_new_tokens - e.emitted() - 1,
+                                   .left = alone ? e.options.max_new_tokens - e.emitted() - 1 : 0,
                                    .stop = e.options.stop},
                           .prompt_size = e.prompt_size,
                           .changes = &e.options.changes,
@@ -177,6 +180,11 @@ struct Decoder::State {
     for (const auto& [sequence, e] : entries)
       if (e.runs) running.push_back(sequence);
     return running;
+  }
+
+  /// Whether any sequence has a slot and tokens that were not read yet.
+  bool waits_to_be_read() const {
+    return std::any_of(entries.begin(), entries.end(), [](const auto& entry) { return entry.second.is_read_now(); });
   }
 
   /// Before the first token of a sequence is read: shares the entries of one that begins alike. False where the
@@ -216,6 +224,7 @@ struct Decoder::State {
     const bool are_whole = step_tokens == 0 || (whole_alone && plan.runs.empty());
     const std::int64_t most =
         are_whole ? pass_tokens : std::max<std::int64_t>(1, step_tokens - std::int64_t(plan.runs.size()));
+    lacked_room = false;
     for (std::int64_t tokens = 0; const auto& [sequence, e] : entries) {
       if (!e.is_read_now() || !share(runner, sequence)) continue;
       const std::int64_t rest = e.size() - e.read;
@@ -224,8 +233,9 @@ struct Decoder::State {
       with_all.push_back({.sequence = (*lease)[e.slot], .first_position = e.read, .count = rest});
       if (Status room = runner.check_room(with_all); !room) {
         // Whoever runs makes room when it ends.
-        if (room.code() == Code::out_of_memory && (!plan.runs.empty() || !running().empty())) break;
-        return room;
+        if (room.code() != Code::out_of_memory || (plan.runs.empty() && running().empty())) return room;
+        lacked_room = true;
+        break;
       }
       append(plan, sequence, are_whole ? rest : std::min(rest, most - tokens));
       tokens += plan.runs.back().count;
@@ -262,7 +272,10 @@ struct Decoder::State {
       Plan plan;
       for (Sequence s : continued) append(plan, s, 1);
       Status status = plan.runs.empty() ? Status() : runner.check_room(plan.runs);
-      if (status && with_prompts) status = append_prompts(runner, plan);
+      // A step that the device is at work on is not thrown away for prompts, which have the next one.
+      plan.leaves_prompts =
+          with_prompts && !lacked_room && waits_to_be_read() && runner.runs_ahead(plan.runs, plan.ids);
+      if (status && with_prompts && !plan.leaves_prompts) status = append_prompts(runner, plan);
       // Whoever has begun to share a page made its owner need a copy.
       if (status && with_prompts && !plan.runs.empty()) status = runner.check_room(plan.runs);
       if (status) return plan;
@@ -288,16 +301,19 @@ struct Decoder::State {
     CF_TRY_ASSIGN(const Plan next, plan(*runner, std::move(continued), with_prompts));
     if (next.runs.empty()) return false;
     CF_TRY(runner->run(next.runs, next.ids, {}));
+    bool reads = next.leaves_prompts;
     std::vector<Sequence> chosen;
     for (std::size_t i = 0; i < next.runs.size(); ++i) {
       Entry& e = entries.at(next.sequences[i]);
+      reads |= !e.runs;
       e.read += next.runs[i].count;
       if (e.read < e.size()) continue;
       e.runs = true;
       e.status = {};
       chosen.push_back(next.sequences[i]);
     }
-    choose(*runner, chosen, emitted);
+    // Where prompts are being read, the next step has more of them.
+    choose(*runner, chosen, !(reads && step_tokens > 0 && waits_to_be_read()), emitted);
     return true;
   }
 
@@ -310,11 +326,11 @@ struct Decoder::State {
     }
   }
 
-  /// Gives each running sequence an id, and reads prompts: all of them whole, or pieces beside the running sequences.
+  /// Gives each running sequence an id, and reads prompts: pieces beside the running sequences, or all of them whole.
   Status turn(std::vector<Emitted>& emitted) {
     // Those that ran before the prompts are read: a turn gives each sequence one id.
     const std::vector<Sequence> before = running();
-    if (step_tokens == 0) {
+    if (step_tokens == 0 || (whole_alone && before.empty())) {
       CF_TRY(prefill(emitted));
       return step(before, false, emitted).status();
     }

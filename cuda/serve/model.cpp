@@ -36,6 +36,17 @@ bool is_quantised(const ModelSpec& m, const ModelWeights& w) {
   return found;
 }
 
+/// Refuses options that no kernel is there for yet.
+Status check_has_kernels(const Model::Options& o) {
+  const auto refuse = [](std::string_view option, const std::string& takes, const std::string& got) {
+    return Status::error(Code::unimplemented, std::string(kModelName) + ": " + std::string(option) + ": cuda takes " +
+                                                  takes + ", got " + got);
+  };
+  if (o.window > 0 || o.sinks > 0) return refuse("window", "sequences that see all keys", std::to_string(o.window));
+  if (o.pages > 0) return refuse("pages", "a cache with memory for each slot", std::to_string(o.pages));
+  return {};
+}
+
 /// The tokens that go through the model at once, at most: a chunk, as far as all slots have room for one, or a token of
 /// each slot.
 std::int64_t most_tokens(const Model::Options& o) {
@@ -132,6 +143,7 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   CF_TRY(check_model_weights(spec, host));
   constexpr std::int64_t most = std::int64_t(1) << 26;
   CF_TRY(check_sizes({{"slots", o.slots, kMaxSlots}, {"capacity", o.capacity, most}, {"chunk", o.chunk, most}}));
+  CF_TRY(check_has_kernels(o));
   if (o.invariant && o.impl && *o.impl != Impl::graph && *o.impl != Impl::unfused)
     return bad_argument(kModelName,
                         "invariant: expected the impl graph or unfused, got " + std::string(to_string(*o.impl)));
@@ -196,6 +208,14 @@ std::int64_t Model::preferred_step_tokens() const {
   // Beside a token of each slot, as many as a step has in which running sequences wait for a few milliseconds.
   constexpr std::int64_t of_prompts = 448;
   return slots() == 1 ? 0 : std::min(slots() + of_prompts, pass_tokens());
+}
+bool Model::runs_ahead(std::span<const Run> runs, std::span<const std::int32_t> ids) const {
+  std::vector<Token> tokens;
+  for (const Run& r : runs) {
+    if (r.count != 1) return false;
+    tokens.push_back({.slot = r.sequence, .id = ids[tokens.size()], .position = r.first_position});
+  }
+  return state_->pipeline.foresees(tokens);
 }
 DType Model::activation() const { return state_->workspace.activation(); }
 std::int64_t Model::length(std::int64_t slot) const { return state_->pipeline.lengths()[slot]; }

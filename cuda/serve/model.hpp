@@ -35,6 +35,9 @@ class Model final : public ModelRunner {
     /// Whether a token's bits are the same whatever else is in its step: every step has the kernels of many tokens, which
     /// are slow for few (data/bench/README.md has the price). It takes the impls unfused and graph.
     bool invariant = false;
+    /// As cpu_ref::Model::Options has them; Code::unimplemented for now.
+    std::int64_t window = 0, sinks = 0;
+    std::int64_t pages = 0, page_entries = 64;
   };
 
   /// The fastest impl for steps of so many slots on a GPU of this kind, by its measured bounds.
@@ -63,6 +66,7 @@ class Model final : public ModelRunner {
   std::int64_t pass_tokens() const override;
   /// A token of each slot and 448 of prompts, as far as a pass has room for them. A lone slot's prompts are read whole.
   std::int64_t preferred_step_tokens() const override;
+  bool runs_ahead(std::span<const Run> runs, std::span<const std::int32_t> ids) const override;
   Impl impl() const;
   /// What create() took.
   const ModelBytes& bytes() const;
@@ -82,6 +86,7 @@ class Model final : public ModelRunner {
   /// ids, all rows' logits go to the host.
   Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
                                       const ScoreRequest& request) override;
+  ScoreSizes score_sizes(std::int64_t top) const override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override;

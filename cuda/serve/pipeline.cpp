@@ -73,18 +73,21 @@ Status Pipeline::enter(PipelineEvent event, State next) {
   return {};
 }
 
-std::vector<Token>* Pipeline::foreseen() {
-  if (auto* const ahead = std::get_if<Ahead>(&state_)) return &ahead->next;
-  if (auto* const launched = std::get_if<Launched>(&state_)) return &launched->next;
+const std::vector<Token>* Pipeline::foreseen() const {
+  if (const auto* const ahead = std::get_if<Ahead>(&state_)) return &ahead->next;
+  if (const auto* const launched = std::get_if<Launched>(&state_)) return &launched->next;
   return nullptr;
 }
 
-bool Pipeline::foresaw(std::span<const Token> tokens) {
+std::vector<Token>* Pipeline::foreseen() { return const_cast<std::vector<Token>*>(std::as_const(*this).foreseen()); }
+
+bool Pipeline::foresees(std::span<const Token> tokens) const {
   const std::vector<Token>* const next = foreseen();
-  return next && std::is_permutation(tokens.begin(), tokens.end(), next->begin(), next->end(),
-                                     [](const Token& a, const Token& b) {
-                                       return a.slot == b.slot && a.id == b.id && a.position == b.position;
-                                     });
+  return next && !tokens.empty() &&
+         std::is_permutation(tokens.begin(), tokens.end(), next->begin(), next->end(),
+                             [](const Token& a, const Token& b) {
+                               return a.slot == b.slot && a.id == b.id && a.position == b.position;
+                             });
 }
 
 void Pipeline::give_up() {
@@ -181,7 +184,7 @@ Status Pipeline::step(std::span<const Token> tokens) {
   std::vector<Run> runs;
   for (const Token& t : tokens) runs.push_back({.sequence = t.slot, .first_position = t.position});
   CF_TRY(lengths_.check(runs));
-  if (foresaw(tokens)) {
+  if (foresees(tokens)) {
     last_token_.reset();
     State next = Placed{};
     if (const auto* const launched = std::get_if<Launched>(&state_)) {

@@ -173,6 +173,8 @@ class Pipeline {
   /// Where a slot's logits lie once restore() was called.
   LogitsBuffer buffer_of(std::int64_t slot) const { return leases_.of(slot); }
   Phase phase() const { return Phase(state_.index()); }
+  /// Whether these are the tokens of the step that is on the stream already.
+  bool foresees(std::span<const Token> tokens) const;
 
   /// A prompt: begin_prompt(), extend() for each of its parts, and end_prompt() where its logits become the slot's own,
   /// in the buffer of prompts.
@@ -221,9 +223,8 @@ class Pipeline {
   Status enter(PipelineEvent event, State next);
   Status stay(PipelineEvent event) const { return check(event, phase()); }
   /// The tokens of the step that is on the stream already; null where there is none.
+  const std::vector<Token>* foreseen() const;
   std::vector<Token>* foreseen();
-  /// Whether these tokens are those of that step.
-  bool foresaw(std::span<const Token> tokens);
   bool has_logits(std::int64_t slot) const { return !leases_.lost_to(slot) || lengths_[slot] == 0; }
   /// Keeps the logits of slots that a step leaves out, where the step would overwrite them.
   Status keep_logits(std::span<const Token> tokens, LogitsBuffer overwritten);

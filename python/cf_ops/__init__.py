@@ -15,7 +15,17 @@ from cf_ops._core import CfError
 from cf_ops._device import cuda_available
 from cf_ops._memorize import Memorized, memorize
 from cf_ops._sweep import Sweep, pythia_steps, surprisal, sweep
-from cf_ops.model import AsyncGeneration, Generated, Generation, GenerationInterrupted, Model, Perplexity, Scored, load
+from cf_ops.model import (
+    AsyncGeneration,
+    Generated,
+    Generation,
+    GenerationInterrupted,
+    Model,
+    Perplexity,
+    Scored,
+    Stream,
+    load,
+)
 
 __version__ = _core.version()
 CfError.__module__ = __name__
@@ -31,6 +41,7 @@ __all__ = [
     "Model",
     "Perplexity",
     "Scored",
+    "Stream",
     "Sweep",
     "__version__",
     "activations",

@@ -308,8 +308,7 @@ class _Work(ExitStack):
         self._prompts, self._taps, self._dtype = prompts, taps, dtype
         if model.device == "cpu":
             weights = model.weights.first_layers(max(1, layers))
-            sizes = {"capacity": prompts.longest, "chunk": _CHUNK}
-            self._runner = _core.Runner(weights, **sizes, activation=model.activation)
+            self._runner = _core.Runner(weights, capacity=prompts.longest, chunk=_CHUNK, activation=model.activation)
         else:
             self._runner = self.enter_context(model._runner(prompts.longest))
         self._needed = sorted({tap for s in taps.values() for tap in (s.whole, s.less) if tap is not None})

@@ -40,11 +40,17 @@ def cuda_index(device: object) -> int | None:
 
 
 def device_model(
-    weights: _core.Weights, device: int, slots: int, capacity: int, chunk: int, impl: str = "auto"
+    weights: _core.Weights,
+    device: int,
+    slots: int,
+    capacity: int,
+    chunk: int,
+    impl: str = "auto",
+    **cache: Any,
 ) -> _core.DeviceModel:
-    """A model on a GPU. Raises what :class:`cf_ops._core.DeviceModel` raises."""
+    """A model on a GPU; `cache` are further options of its. Raises what :class:`cf_ops._core.DeviceModel` raises."""
     name_cublaslt()
-    return _core.DeviceModel(weights, device=device, slots=slots, capacity=capacity, chunk=chunk, impl=impl)
+    return _core.DeviceModel(weights, device=device, slots=slots, capacity=capacity, chunk=chunk, impl=impl, **cache)
 
 
 @cache

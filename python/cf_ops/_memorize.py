@@ -16,7 +16,7 @@ from cf_ops._arguments import integer, path_of
 from cf_ops._progress import Progress
 from cf_ops._results import check_same, replacing, write_json
 from cf_ops._token_files import check_rows, map_rows
-from cf_ops.model import MOST_SLOTS, Model
+from cf_ops.model import USUAL_SLOTS, Model
 
 __all__ = ["Memorized", "memorize"]
 
@@ -325,7 +325,7 @@ def _rows_of(tokens: Any, row: int | None, dtype: str) -> NDArray[Any]:
 
 
 def _slots_for(model: Model, count: int) -> int:
-    return model.slots_for(count) if model.device != "cpu" else min(MOST_SLOTS, count)
+    return model.slots_for(count) if model.device != "cpu" else min(USUAL_SLOTS, count)
 
 
 def _settings(

@@ -227,8 +227,15 @@ class _Loads:
     def model(self, row: Revision, weights: _core.Weights, eos_token_ids: list[int]) -> Model:
         if self._index is None:
             return Model(weights, row.directory, self._activation or "float32", eos_token_ids)
-        sizes = {"slots": self._slots, "capacity": self._capacity}
-        made = on_device(weights, row.directory, eos_token_ids, self._index, **sizes, impl=self._impl)
+        made = on_device(
+            weights,
+            row.directory,
+            eos_token_ids,
+            self._index,
+            slots=self._slots,
+            capacity=self._capacity,
+            impl=self._impl,
+        )
         weights.drop_values()
         return made
 

@@ -89,6 +89,11 @@ class TextStream:
         self._given = 0  # the characters that were given out
         self.stopped = False  # whether the text has ended with a stop string
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the text of all ids was given out."""
+        return self._begin == len(self._ids) and not self._kept
+
     def put(self, id: int) -> str:
         """Takes an id; returns the characters that are whole now and were not returned before."""
         token = self._tokenizer.id_to_token(id)

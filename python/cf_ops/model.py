@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 from numpy.typing import NDArray
 
@@ -32,6 +32,7 @@ from cf_ops._generation import (
 )
 from cf_ops._progress import Progress
 from cf_ops._score import Perplexity, Scored
+from cf_ops._streams import Stream
 from cf_ops._text import encode, open_tokenizer
 
 if TYPE_CHECKING:
@@ -46,15 +47,46 @@ __all__ = [
     "Model",
     "Perplexity",
     "Scored",
+    "Stream",
     "load",
 ]
 
-MOST_SLOTS = 64
+MOST_SLOTS = 1024
+USUAL_SLOTS = 64  # sequences that run at once on the CPU, where nothing else is said
 MOST_SAMPLES = 1024
+MOST_COUNT = 2**62
 CAPACITY = 2048  # of a slot on a GPU, where nothing else is said
 _CHUNK = 512  # tokens of a prompt that go through the model at once
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _LOGGER = logging.getLogger("cf_ops")
+
+
+class _CacheOptions(TypedDict, total=False):
+    """The options of :func:`load` that a model's cache and arithmetic have; left-out ones ask for nothing."""
+
+    window: int
+    sinks: int
+    pages: int
+    page_entries: int
+    invariant: bool
+
+
+class StreamOptions(TypedDict, total=False):
+    """The options of :meth:`Model.generate` that :meth:`Model.stream` takes."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    stop: int | Iterable[int] | None
+
+
+class _StepOptions(TypedDict, total=False):
+    """The options of :func:`load` that say what the steps of a decoder are made of."""
+
+    step_tokens: int | None
+    share_prefixes: bool
 
 
 class Model:
@@ -75,15 +107,16 @@ class Model:
         eos_token_ids: list[int],
         on_device: _core.DeviceModel | None = None,
         *,
-        window: int = 0,
-        sinks: int = 0,
+        cache: _CacheOptions | None = None,
+        steps: _StepOptions | None = None,
     ) -> None:
         self.weights = weights
         self.directory = directory
         self.activation = activation
         self.eos_token_ids = eos_token_ids
         self._on_device = on_device
-        self._cpu = {"chunk": _CHUNK, "window": window, "sinks": sinks}
+        self._cache: _CacheOptions = cache or {}
+        self._steps: _StepOptions = steps or {}
         self._tokenizer: Tokenizer | None = None
         self._chat: ChatTemplate | None = None
 
@@ -237,8 +270,8 @@ class Model:
         progress: bool | None = None,
         **options: Unpack[Options],
     ) -> list[Generated]:
-        """Continues several prompts at once, `slots` of them at a time (all, up to 64, where it is None; on a GPU all
-        that have a free slot).
+        """Continues several prompts at once, `slots` of them at a time, up to 1,024 (all, up to 64, where it is None; on a
+        GPU all that have a free slot).
 
         The options are those of :meth:`generate`. Draws depend on seed, the prompt's place and the position, and not
         on the other prompts. A sequence that fails says so in its result; the others go on.
@@ -277,6 +310,44 @@ class Model:
         if interrupted:
             raise GenerationInterrupted(session.results)
         return session.results
+
+    @overload
+    def stream(
+        self, prompt: str, *, max_new_tokens: int | None = None, **options: Unpack[StreamOptions]
+    ) -> Stream[str]: ...
+
+    @overload
+    def stream(
+        self, prompt: Ids, *, max_new_tokens: int | None = None, **options: Unpack[StreamOptions]
+    ) -> Stream[int]: ...
+
+    def stream(
+        self, prompt: Prompt, *, max_new_tokens: int | None = None, **options: Unpack[StreamOptions]
+    ) -> Stream[str] | Stream[int]:
+        """Continues a prompt without end; returns an iterator over pieces of text, or over ids for a prompt of ids.
+
+        For a model with a `window`, see :func:`load`: neither the time of a step nor memory grows with the text, beside
+        four bytes for each id. Of the options of :meth:`generate` it takes temperature, top_k, top_p, min_p, seed and
+        stop, whose texts are no stop; only the ids of `stop` end the text, and max_new_tokens, where it is given.
+
+        Raises ValueError for a model without a window, and what :meth:`generate` raises.
+        """
+        if not self._cache.get("window"):
+            raise ValueError(
+                "stream: expected a model with a window, such as load(..., window=2044, sinks=4), got one without"
+            )
+        for name in options:
+            if name not in StreamOptions.__annotations__:
+                raise TypeError(f"expected options among {', '.join(StreamOptions.__annotations__)}, got {name!r}")
+        settings = Settings.of(options)
+        if settings.stop_texts:
+            raise ValueError(f"stop: expected ids, which end a stream, got {settings.stop_texts[0]!r}")
+        most = None if max_new_tokens is None else integer("max_new_tokens", max_new_tokens, 1, MOST_COUNT)
+        return (
+            Stream[str](self, prompt, settings, most)
+            if isinstance(prompt, str)
+            else Stream[int](self, prompt, settings, most)
+        )
 
     def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Generation[str]:
         """Answers a chat: :meth:`generate` behind the text that the checkpoint's chat template makes of the messages,
@@ -350,9 +421,10 @@ class Model:
         l: (l[id] - m) - log(sum of exp(l - m)), where m = max(l). A few hundred rows of logits exist at a time.
 
         top: how many of the most likely ids are named beside each scored one. slots: prompts that a step reads side by
-        side, 1 where it is None. Prompts that begin with the same ids have whole pieces of them read once: of 128 ids
-        on the CPU, of 512 on a GPU. What a prompt is given does not depend on the other prompts. A prompt that fails
-        says so in its result; the others go on. On a terminal stderr shows how far the work has come.
+        side; where it is None 1 on the CPU, and as many as are free on a GPU. Prompts that begin with the same ids have
+        whole pieces of them read once: of 128 ids on the CPU, of 512 on a GPU. What a prompt is given does not depend
+        on the other prompts. A prompt that fails says so in its result; the others go on. On a terminal stderr shows
+        how far the work has come.
 
         Raises ValueError for a prompt of fewer than two ids, with ids outside the vocabulary or longer than the model
         or its capacity takes, for a `first` outside 1 to the prompt's last position, and for more slots than are free;
@@ -373,22 +445,22 @@ class Model:
 
     def slots_for(self, prompts: int) -> int:
         """How many slots a call takes for so many prompts, where nothing else is said."""
-        most = MOST_SLOTS if self._on_device is None else max(1, self._on_device.free_slots)
+        most = USUAL_SLOTS if self._on_device is None else max(1, self._on_device.free_slots)
         return min(most, prompts)
 
     def decoder(self, slots: int, capacity: int) -> _core.Decoder:
         """What continues `slots` prompts at once, with room for `capacity` entries of each; on a GPU in slots that are
         free. Raises what :meth:`generate` raises of sizes."""
         if self._on_device is None:
-            return _core.Decoder(self.weights, slots=slots, capacity=capacity, activation=self.activation, **self._cpu)
+            return _core.Decoder(self.weights, slots=slots, **self._of_cpu(capacity), **self._steps)
         self._check_capacity(self._on_device, capacity)
-        return _core.Decoder(self._on_device, slots=slots)
+        return _core.Decoder(self._on_device, slots=slots, **self._steps)
 
     def scorer(self, slots: int, capacity: int) -> _core.Scorer:
         """What scores prompts in `slots` slots, with room for `capacity` entries of each; on a GPU in slots that are
         free. Raises what :meth:`score` raises of sizes."""
         if self._on_device is None:
-            return _core.Scorer(self.weights, slots=slots, capacity=capacity, activation=self.activation, **self._cpu)
+            return _core.Scorer(self.weights, slots=slots, **self._of_cpu(capacity))
         self._check_capacity(self._on_device, capacity)
         return _core.Scorer(self._on_device, slots=slots)
 
@@ -396,7 +468,7 @@ class Model:
     def _runner(self, capacity: int) -> Iterator[_core.Runner]:
         """A runner of one slot, whose slot is free again at the end, also where an error's traceback keeps the runner."""
         if self._on_device is None:
-            yield _core.Runner(self.weights, capacity=capacity, activation=self.activation, **self._cpu)
+            yield _core.Runner(self.weights, **self._of_cpu(capacity))
             return
         self._check_capacity(self._on_device, capacity)
         runner = _core.Runner(self._on_device)
@@ -405,9 +477,12 @@ class Model:
         finally:
             runner.close()
 
-    @staticmethod
-    def _check_capacity(on_device: _core.DeviceModel, needed: int) -> None:
-        if needed > on_device.capacity:
+    def _of_cpu(self, capacity: int) -> dict[str, Any]:
+        """The sizes and options of a model on the CPU."""
+        return {"capacity": capacity, "chunk": _CHUNK, "activation": self.activation, **self._cache}
+
+    def _check_capacity(self, on_device: _core.DeviceModel, needed: int) -> None:
+        if needed > on_device.capacity and not self._cache.get("window"):
             raise ValueError(
                 f"capacity: expected at least the {needed} entries that this call needs of a slot, got the model's "
                 f"{on_device.capacity}: load(..., capacity={needed})"
@@ -428,6 +503,11 @@ def load(
     threads: int | None = None,
     window: int = 0,
     sinks: int = 0,
+    pages: int = 0,
+    page_entries: int = 64,
+    share_prefixes: bool = False,
+    step_tokens: int | None = None,
+    invariant: bool = False,
     progress: bool | None = None,
 ) -> Model:
     """Loads a checkpoint directory of Hugging Face: config.json beside safetensors, dense or GPTQ.
@@ -451,10 +531,24 @@ def load(
     the fastest that takes them, or "unfused", "graph", "split", "layer", "persistent".
 
     On the CPU alone: activation: "float32" is the fast backend, "float64" the oracle. threads: the threads that all
-    models of this process work with from now on; None leaves them as they are, at first one a core. window: with so many
-    tokens each sequence is a stream without end: a token sees the newest `window` tokens, its own among them, and the
-    first `sinks` ones; positions are those inside the cache, so that neither memory nor the time of a token grows. For
-    models with RoPE. Source: Xiao et al. 2023 (arXiv:2309.17453), whose cache of 4 and 512 tokens is sinks=4, window=513.
+    models of this process work with from now on; None leaves them as they are, at first one a core.
+
+    window: with so many tokens each sequence is a stream without end: a token sees the newest `window` tokens, its own
+    among them, and the first `sinks` ones; positions are those inside the cache, so that neither memory nor the time of a
+    token grows. For models with RoPE. Source: Xiao et al. 2023 (arXiv:2309.17453), whose cache of 4 and 512 tokens is
+    sinks=4, window=513.
+
+    pages: with so many pages of `page_entries` entries the sequences of a call share one pool, and each takes the pages
+    that it needs; without, each slot has memory of its own. Where no page is free the youngest sequence waits and goes on
+    later with the same ids. The samples of a prompt share its pages; with share_prefixes all prompts that begin alike do,
+    and are read once that far.
+
+    step_tokens: the most tokens of a step: those of all running sequences, and beside them pieces of prompts, so that a
+    long prompt does not stop the others. 0 reads each prompt whole, in a step of its own. None is what the model prefers:
+    whole prompts, or with `invariant` as many tokens as go through it at once.
+
+    invariant: whether a sequence's bits are the same whatever else is in its steps and however its prompt is divided. On
+    the CPU for float32.
 
     progress: whether stderr shows how far a preset's weights are made, by tqdm where that is installed; None where it is
     a terminal. The weights of a checkpoint are mapped, which takes no time to speak of.
@@ -477,13 +571,23 @@ def load(
         if activation not in (None, "float32", "float64"):
             raise ValueError(f"activation: expected float32 or float64, got {activation!r}")
     else:
-        of_cpu = {"activation": activation, "threads": threads, "window": window or None, "sinks": sinks or None}
+        of_cpu = {"activation": activation, "threads": threads}
         for name, value in of_cpu.items():
             if value is not None:
                 raise ValueError(f"{name}: expected it with device='cpu' alone, got {value!r} for a GPU")
         _core.check_cuda_device(index)
     sizes = {"slots": 1 if slots is None else slots, "capacity": CAPACITY if capacity is None else capacity}
     sizes = {name: integer(name, size, None, MOST_INT) for name, size in sizes.items()}
+    cache: _CacheOptions = {
+        "window": integer("window", window, None, MOST_INT),
+        "sinks": integer("sinks", sinks, None, MOST_INT),
+        "pages": integer("pages", pages, 0, MOST_INT),
+        "page_entries": integer("page_entries", page_entries, 1, MOST_INT),
+        "invariant": flag("invariant", invariant),
+    }
+    steps: _StepOptions = {"step_tokens": None, "share_prefixes": flag("share_prefixes", share_prefixes)}
+    if step_tokens is not None:
+        steps["step_tokens"] = integer("step_tokens", step_tokens, 0, MOST_INT)
     if threads is not None:
         _core.set_num_threads(integer("threads", threads))
     path = find_model(path, revision)
@@ -492,9 +596,8 @@ def load(
     if layers is not None:
         weights = weights.first_layers(integer("layers", layers))
     if index is None:
-        window, sinks = integer("window", window), integer("sinks", sinks)
-        return Model(weights, path, activation or "float32", eos_token_ids, window=window, sinks=sinks)
-    model = on_device(weights, path, eos_token_ids, index, **sizes, impl=impl)
+        return Model(weights, path, activation or "float32", eos_token_ids, cache=cache, steps=steps)
+    model = on_device(weights, path, eos_token_ids, index, **sizes, impl=impl, cache=cache, steps=steps)
     weights.drop_values()
     return model
 
@@ -553,7 +656,11 @@ def on_device(
     slots: int,
     capacity: int,
     impl: str = "auto",
+    cache: _CacheOptions | None = None,
+    steps: _StepOptions | None = None,
 ) -> Model:
     """A model on a GPU, which has a copy of the weights."""
-    made = device_model(weights, device, slots, capacity, min(_CHUNK, max(1, capacity)), impl)
-    return Model(weights, path, made.activation, eos_token_ids, made)
+    # A stream's capacity follows from its window and the chunk.
+    chunk = _CHUNK if cache and cache.get("window") else min(_CHUNK, max(1, capacity))
+    made = device_model(weights, device, slots, capacity, chunk, impl, **(cache or {}))
+    return Model(weights, path, made.activation, eos_token_ids, made, cache=cache, steps=steps)

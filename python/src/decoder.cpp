@@ -90,11 +90,12 @@ LogitsChanges::Processor processor_of(nb::handle function) {
 /// A Decoder, and the slots that it has.
 class PythonDecoder {
  public:
-  PythonDecoder(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk,
-                const std::string& activation, std::int64_t window, std::int64_t sinks)
-      : slots_(w, slots, capacity, chunk, activation, window, sinks), decoder_(made()) {}
-  PythonDecoder(const std::shared_ptr<SharedModel>& shared, std::int64_t slots)
-      : slots_(shared, slots), decoder_(made()) {}
+  PythonDecoder(const Weights& w, const cpu_ref::Model::Options& options, std::optional<std::int64_t> step_tokens,
+                bool share_prefixes)
+      : slots_(w, options), decoder_(made({step_tokens, share_prefixes})) {}
+  PythonDecoder(const std::shared_ptr<SharedModel>& shared, std::int64_t slots, std::optional<std::int64_t> step_tokens,
+                bool share_prefixes)
+      : slots_(shared, slots), decoder_(made({step_tokens, share_prefixes})) {}
 
   /// The options' stop ids and biases come from `stop` and `logit_bias`.
   std::int64_t add(nb::handle prompt, SequenceOptions options, nb::handle stop, const Biases& logit_bias,
@@ -158,8 +159,10 @@ class PythonDecoder {
   }
 
  private:
-  Decoder made() {
-    return take(slots_.use([&](ModelRunner&) -> Result<Decoder> { return Decoder(slots_.lease()); }));
+  Decoder made(const DecoderOptions& options) {
+    if (options.step_tokens.value_or(0) < 0)
+      refuse("step_tokens: expected at least 0, got " + std::to_string(*options.step_tokens));
+    return take(slots_.use([&](ModelRunner&) -> Result<Decoder> { return Decoder(slots_.lease(), options); }));
   }
   static Pairs pairs(const std::vector<Decoder::Emitted>& emitted) {
     Pairs pairs;
@@ -175,8 +178,11 @@ class PythonDecoder {
 
 void bind_decoder(nb::module_& m) {
   nb::class_<PythonDecoder> bound(m, "Decoder",
-                                  "Continues several sequences at once, each in a slot. Threads take turns.");
-  bind_constructors(bound);
+                                  "Continues several sequences at once, each in a slot. Threads take turns. A step has "
+                                  "at most `step_tokens` tokens, those of all running sequences and pieces of prompts; "
+                                  "0: each prompt is read whole; None: what the model prefers. With `share_prefixes` a "
+                                  "prompt that begins as another one shares its pages, where the cache has pages.");
+  bind_constructors<std::optional<std::int64_t>, bool>(bound, "step_tokens"_a = nb::none(), "share_prefixes"_a = false);
   bound
       .def(
           "add",

@@ -72,7 +72,11 @@ Result<DeviceModel> make_device_model(const std::string& name, const ModelSpec& 
                                .chunk = o.chunk,
                                .impl = {},
                                .in_place = o.in_place,
-                               .invariant = o.invariant};
+                               .invariant = o.invariant,
+                               .window = o.window,
+                               .sinks = o.sinks,
+                               .pages = o.pages,
+                               .page_entries = o.page_entries};
   if (o.impl != "auto") {
     options.impl = cuda::impl_from_string(o.impl);
     if (!options.impl) {

@@ -43,7 +43,10 @@ struct DeviceModelOptions {
   std::int64_t slots = 1, capacity = 2048, chunk = 512;
   std::string impl = "auto";  // of steps: the name of a cuda::Impl, or auto for the fastest that takes them
   bool in_place = false;      // whether the weights lie on the device and are read there, without a copy
-  bool invariant = false;     // whether a token's bits are the same whatever else is in its step
+  // As cuda::Model::Options has them.
+  bool invariant = false;
+  std::int64_t window = 0, sinks = 0;
+  std::int64_t pages = 0, page_entries = 64;
 };
 
 /// A model on a GPU with what it took there. The runner works, and ends, on_device().

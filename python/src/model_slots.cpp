@@ -5,17 +5,11 @@
 
 namespace cf::python {
 
-ModelSlots::ModelSlots(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk,
-                       const std::string& activation, std::int64_t window, std::int64_t sinks)
-    : turns_(std::make_shared<Turns>()), spec_(w.config.spec()), capacity_(capacity) {
-  const std::optional<DType> dtype = dtype_from_string(activation);
-  if (!dtype) refuse("activation: expected float32 or float64, got '" + activation + "'");
+ModelSlots::ModelSlots(const Weights& w, const cpu_ref::Model::Options& options)
+    : turns_(std::make_shared<Turns>()), spec_(w.config.spec()), activation_(options.activation) {
   if (w.place != Place::host)
     refuse(std::string("weights: expected them in the memory of the host, got ") +
            (w.place == Place::device ? "a device's" : "none: drop_values() gave it back"));
-  activation_ = *dtype;
-  const cpu_ref::Model::Options options{
-      .slots = slots, .capacity = capacity, .chunk = chunk, .activation = *dtype, .window = window, .sinks = sinks};
   std::unique_ptr<cpu_ref::Model> model = take([&]() -> Result<std::unique_ptr<cpu_ref::Model>> {
     const WithoutGil without_gil;
     CF_TRY(cpu_ref::Model::check_memory(w.config.name, w.config, options));

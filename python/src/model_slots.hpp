@@ -20,8 +20,7 @@ class ModelSlots {
  public:
   /// A model on the CPU that takes memory for its cache and activations, once that memory is known to be free. While it
   /// works it notices signals, and files of its weights that become shorter.
-  ModelSlots(const Weights& weights, std::int64_t slots, std::int64_t capacity, std::int64_t chunk,
-             const std::string& activation, std::int64_t window = 0, std::int64_t sinks = 0);
+  ModelSlots(const Weights& weights, const cpu_ref::Model::Options& options);
   /// Slots of a model on a GPU that are free.
   ModelSlots(const std::shared_ptr<SharedModel>& shared, std::int64_t slots);
   ModelSlots(const ModelSlots&) = delete;

@@ -32,11 +32,8 @@ using Table = nb::ndarray<const float, nb::numpy, nb::ndim<2>, nb::c_contig>;
 /// A model with a KV cache. Its slots are numbered from 0 on, wherever they lie in the model.
 class Runner {
  public:
-  Runner(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk, const std::string& activation,
-         std::int64_t window, std::int64_t sinks)
-      : slots_(w, slots, capacity, chunk, activation, window, sinks),
-        taps_(model_taps(w.config, w.weights)),
-        has_logits_(std::size_t(slots)) {}
+  Runner(const Weights& w, const cpu_ref::Model::Options& options)
+      : slots_(w, options), taps_(model_taps(w.config, w.weights)), has_logits_(std::size_t(options.slots)) {}
   Runner(const std::shared_ptr<SharedModel>& shared, std::int64_t slots)
       : slots_(shared, slots),
         taps_(model_taps(slots_.spec(), outline_model(slots_.spec(), slots_.activation()))),

@@ -34,13 +34,25 @@ namespace {
 
 /// Copies a model to a GPU, or reads the weights that lie there in place.
 std::shared_ptr<SharedModel> make_shared_model(const Weights& w, int device, std::int64_t slots, std::int64_t capacity,
-                                               std::int64_t chunk, const std::string& impl) {
+                                               std::int64_t chunk, const std::string& impl, std::int64_t window,
+                                               std::int64_t sinks, std::int64_t pages, std::int64_t page_entries,
+                                               bool invariant) {
   if (w.place == Place::none) refuse("weights: expected their values, got none: drop_values() gave them back");
   const bool in_place = w.place == Place::device;
   DeviceModel made = take([&]() -> Result<DeviceModel> {
     const WithoutGil without_gil;
     return make_device_model(w.config.name, w.config.spec(), w.weights,
-                             {device, slots, capacity, chunk, impl, in_place});
+                             {.device = device,
+                              .slots = slots,
+                              .capacity = capacity,
+                              .chunk = chunk,
+                              .impl = impl,
+                              .in_place = in_place,
+                              .invariant = invariant,
+                              .window = window,
+                              .sinks = sinks,
+                              .pages = pages,
+                              .page_entries = page_entries});
   }());
   return std::make_shared<SharedModel>(std::move(made), device, in_place ? w.owner : nullptr);
 }
@@ -74,9 +86,11 @@ void bind_device(nb::module_& m) {
                           "A model in the memory of a GPU. Runners and decoders share it, each with slots of its own; "
                           "threads take turns.")
       .def(nb::new_(&make_shared_model), "weights"_a, nb::kw_only(), "device"_a = 0, "slots"_a = 1, "capacity"_a = 2048,
-           "chunk"_a = 512, "impl"_a = "auto",
+           "chunk"_a = 512, "impl"_a = "auto", "window"_a = 0, "sinks"_a = 0, "pages"_a = 0, "page_entries"_a = 64,
+           "invariant"_a = false,
            "Copies the weights to the device, or reads in place those that lie there, and takes memory for a cache of "
-           "`slots` sequences of `capacity` entries. Raises ValueError for sizes below 1 and an unknown `impl`, "
+           "`slots` sequences of `capacity` entries. window, sinks, pages, page_entries and invariant are as on the "
+           "CPU. Raises ValueError for sizes below 1 and an unknown `impl`, "
            "NotImplementedError for what the impl "
            "or the backend does not take, MemoryError where the device's memory is not free, and CfError where there "
            "is no such device.")

@@ -64,6 +64,7 @@ class Device final : public cuda::PipelineDevice {
   }
 
   Status place(std::span<const Token> tokens) override {
+    ++placed_;
     drain();
     for (Slot& s : slots_) s.position = capacity_;
     for (const Token& t : tokens) {
@@ -127,6 +128,8 @@ class Device final : public cuda::PipelineDevice {
   }
   void end_before(unsigned number) override { end_before_ = std::max(end_before_, number); }
 
+  /// The calls of place() so far.
+  int placed() const { return placed_; }
   /// A prompt's pass.
   void read(std::int64_t slot, std::int64_t first, const Ids& ids, bool makes_logits) {
     drain();
@@ -246,6 +249,7 @@ class Device final : public cuda::PipelineDevice {
   std::deque<Launch> pending_;
   std::map<unsigned, Ids> made_;  // by a token's number, and slot
   unsigned next_number_ = 5, end_before_ = 0;
+  int placed_ = 0;
 };
 
 /// What the pipeline must look like: each slot's entries, and the logits of the last one.
@@ -392,7 +396,12 @@ class Life {
     for (const Draw& d : draws) REQUIRE(pipeline_.chosen(d.slot) == expected(d));
   }
   void advance(const std::vector<Token>& tokens) {
+    const bool is_ahead = pipeline_.foresees(tokens);
+    const Phase before = pipeline_.phase();
+    if (is_ahead) REQUIRE((before == Phase::ahead || before == Phase::launched));
+    const int placed = device_.placed();
     require_ok(pipeline_.step(tokens));
+    REQUIRE((device_.placed() == placed) == (is_ahead || tokens.empty()));
     for (const Token& t : tokens) {
       at(t.slot).entries.resize(std::size_t(t.position));
       at(t.slot).entries.push_back(t.id);
@@ -598,6 +607,7 @@ TEST_CASE("the phases of a sequence that is decoded", "[pipeline]") {
   One many(true);
   many.choose();
   CHECK(many.pipeline.phase() == Phase::launched);
+  CHECK(!many.pipeline.foresees({}));
   many.step();
   CHECK(many.pipeline.phase() == Phase::launched);
   CHECK(refusal_fault(many.pipeline.end_prompt(0), Code::invalid_argument,

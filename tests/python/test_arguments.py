@@ -70,7 +70,7 @@ REFUSED: list[tuple[Callable[[Model], object], type[Exception], str]] = [
     (lambda m: m.generate_batch([1, 2]), TypeError, "prompt 0: expected a text or ids, got int"),
     (lambda m: m.generate_batch([[1], b"x"]), TypeError, "prompt 1: expected a text or ids, got bytes"),
     (lambda m: m.generate_batch([[1]], slots="2"), TypeError, "slots: expected an integer, got '2'"),
-    (lambda m: m.generate_batch([[1]], slots=65), ValueError, "slots: expected 1 to 64, got 65"),
+    (lambda m: m.generate_batch([[1]], slots=1025), ValueError, "slots: expected 1 to 1024, got 1025"),
     (lambda m: m.run(b"abc"), TypeError, "ids: expected a text or ids, got bytes"),
     (lambda m: m.run([1], rows="x"), TypeError, "rows: expected an integer, got 'x'"),
     (lambda m: m.run([1], rows=2**70), ValueError, "rows: expected 0 to 1"),

@@ -1,5 +1,7 @@
 """Streams: models that go on without end with the first and the newest tokens of each sequence."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -45,7 +47,7 @@ def test_a_window_that_holds_all_is_the_model_itself(directory):
     [
         ({"sinks": 4}, "window must be 0 or more keys, and sinks 0 or more beside a window, got 0 and 4"),
         ({"window": -1}, "window must be 0 or more keys, and sinks 0 or more beside a window, got -1 and 0"),
-        ({"window": 8, "device": "cuda"}, "window: expected it with device='cpu' alone, got 8 for a GPU"),
+        ({"window": 8, "pages": 4}, "pages: expected none for streams, got 4"),
     ],
 )
 def test_options_that_no_stream_has_are_refused(directory, options, message):
@@ -67,5 +69,52 @@ def test_the_command_streams(directory, capsys):
     model = cf_ops.load(directory, window=12, sinks=4)
     assert ids == list(model.generate([1, 2, 3], max_new_tokens=90, stop=[]))
     assert "max_position_embeddings" not in out.err
-    assert cli.main([*words, "--window", "12", "--device", "cuda"]) == 2
-    assert "--window: expected with --device cpu" in capsys.readouterr().err
+
+
+def test_a_stream_is_iterated_in_memory_that_does_not_grow(directory):
+    model = cf_ops.load(directory, window=12, sinks=4)
+    expected = list(model.generate([1, 2, 3], max_new_tokens=120, stop=[]))
+    with model.stream([1, 2, 3]) as stream:
+        assert [next(stream) for _ in expected] == expected
+        assert stream.count == len(expected)
+    assert list(stream) == []
+    assert list(model.stream([1, 2, 3], max_new_tokens=7)) == expected[:7]
+    stop = expected[20]
+    assert list(model.stream([1, 2, 3], stop=stop)) == expected[: expected.index(stop) + 1]
+    drawn = {"temperature": 2.0, "top_k": 40, "seed": 3}
+    assert list(model.stream([1, 2, 3], max_new_tokens=40, **drawn)) == list(
+        model.generate([1, 2, 3], max_new_tokens=40, stop=[], **drawn)
+    )
+
+
+def test_a_stream_of_text_forgets_old_ids_and_loses_no_character(text_checkpoint, monkeypatch):
+    monkeypatch.setattr("cf_ops._streams._MOST_IDS", 10)
+    monkeypatch.setattr("cf_ops._streams._KEPT_IDS", 4)
+    model = cf_ops.load(text_checkpoint, window=12, sinks=4)
+    options = {"temperature": 3.0, "seed": 5, "stop": []}
+    text = "".join(model.generate("ab", max_new_tokens=150, **options))
+    stream = model.stream("ab", max_new_tokens=150, **options)
+    assert "".join(stream) == text
+    assert len(stream._newest) < 30
+
+
+def test_what_is_no_stream_is_refused(directory):
+    with pytest.raises(ValueError, match="stream: expected a model with a window"):
+        cf_ops.load(directory).stream([1])
+    model = cf_ops.load(directory, window=12)
+    with pytest.raises(ValueError, match="stop: expected ids, which end a stream, got 'x'"):
+        model.stream([1], stop="x")
+    with pytest.raises(TypeError, match="expected options among temperature, .*, got 'echo'"):
+        model.stream([1], echo=True)
+    with pytest.raises(ValueError, match="max_new_tokens: expected at least 1, got 0|max_new_tokens: expected 1 to"):
+        model.stream([1], max_new_tokens=0)
+
+
+def test_the_stream_command_streams(directory, capsys, tmp_path):
+    words = ["stream", "--model", str(directory), "--prompt-ids", "1,2,3", "--max-new-tokens", "90", "--window", "12"]
+    assert cli.main([*words, "--json", str(tmp_path / "x.json")]) == 0
+    out = capsys.readouterr()
+    model = cf_ops.load(directory, window=12, sinks=4)
+    assert [int(id) for id in out.out.strip().split(",")] == list(model.stream([1, 2, 3], max_new_tokens=90))
+    assert "90 new tokens in " in out.err
+    assert json.loads((tmp_path / "x.json").read_text())["sinks"] == 4

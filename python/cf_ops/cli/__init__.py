@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cf_ops import _core
 from cf_ops.cli import _program as program
-from cf_ops.cli import activations, bench, evaluate, generate, info, memorize, serve, sweep
+from cf_ops.cli import activations, bench, evaluate, generate, info, memorize, serve, stream, sweep
 
 __all__ = ["main"]
 
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=program.Parser)
     runs = {
         "generate": generate,
+        "stream": stream,
         "eval": evaluate,
         "memorize": memorize,
         "sweep": sweep,

@@ -20,6 +20,8 @@ from cf_ops.model import Model, find_model, load, on_device, open_weights
 
 OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 PROGRAM = "cf_ops"
+# The options of load() that add_streams() and add_serving() declare.
+_SERVING = ("window", "sinks", "pages", "page_entries", "share_prefixes", "step_tokens", "invariant")
 
 
 def fail(message: str) -> int:
@@ -140,6 +142,51 @@ def add_device(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--json", type=output_file, metavar="FILE", help="write everything as JSON")
 
 
+def add_streams(parser: argparse.ArgumentParser, window: int | None = None, sinks: int | None = None) -> None:
+    """Declares what makes each text a stream without end, with the defaults `window` and `sinks`."""
+    most = 1 << 20
+    parser.add_argument(
+        "--window",
+        type=integer(1, most),
+        default=window,
+        metavar="N",
+        help="make each text a stream without end: a token sees the newest N tokens and the sinks"
+        + (f" (default {window})" if window else ""),
+    )
+    parser.add_argument(
+        "--sinks",
+        type=integer(0, most),
+        default=sinks,
+        metavar="N",
+        help="first tokens of a stream that all others see" + (f" (default {sinks})" if sinks else ""),
+    )
+
+
+def add_serving(parser: argparse.ArgumentParser) -> None:
+    """Declares how many sequences share a cache and a step; open_model() reads it."""
+    parser.add_argument(
+        "--pages",
+        type=integer(1, 2**31 - 1),
+        metavar="N",
+        help="all texts share N pages of the cache; when left out each slot has memory of its own",
+    )
+    parser.add_argument(
+        "--page-entries", type=integer(1, 2**31 - 1), metavar="N", help="entries of a page (default 64)"
+    )
+    parser.add_argument(
+        "--share-prefixes", action="store_true", help="texts that begin alike share pages, and are read once that far"
+    )
+    parser.add_argument(
+        "--step-tokens",
+        type=integer(0, 1 << 20),
+        metavar="N",
+        help="tokens of a step: running texts, and pieces of prompts beside them; 0 reads each prompt whole",
+    )
+    parser.add_argument(
+        "--invariant", action="store_true", help="the same bits for each text, whatever else is in its steps"
+    )
+
+
 def device(text: str) -> str:
     """An argument's type: the name of a device."""
     try:
@@ -153,7 +200,7 @@ def check_device(args: argparse.Namespace) -> int | None:
     """The number of the GPU that the arguments name, None for the CPU. Refuses a GPU that is not there, and arguments of
     the other device."""
     index = cuda_index(args.device)
-    others = ("impl",) if index is None else ("activation", "threads", "window", "sinks")
+    others = ("impl",) if index is None else ("activation", "threads")
     for name in others:
         if getattr(args, name, None) is not None:
             raise ValueError(f"--{name}: expected with --device {'cuda' if index is None else 'cpu'}")
@@ -171,15 +218,16 @@ def open_model(args: argparse.Namespace, slots: int, capacity: int, layers: int 
     """The model that the arguments name, with its first layers alone where `layers` says how many, on a GPU with so many
     slots and entries. Prints its checkpoint's notes on stderr."""
     index = check_device(args)
+    for name in ("page_entries", "share_prefixes"):
+        if getattr(args, name, None) and not args.pages:
+            raise ValueError(f"--{name.replace('_', '-')}: expected with --pages")
     directory = model_directory(args)
+    options = {name: value for name in _SERVING if (value := getattr(args, name, None)) is not None}
     if index is None:
-        window, sinks = (getattr(args, name, None) or 0 for name in ("window", "sinks"))
-        model = load(
-            directory, layers=layers, activation=args.activation, threads=args.threads, window=window, sinks=sinks
-        )
+        model = load(directory, layers=layers, activation=args.activation, threads=args.threads, **options)
     else:
         impl, capacity = args.impl or "auto", max(1, capacity)
-        model = load(directory, device=args.device, layers=layers, slots=slots, capacity=capacity, impl=impl)
+        model = load(directory, device=args.device, layers=layers, slots=slots, capacity=capacity, impl=impl, **options)
     print_notes(model)
     return model
 

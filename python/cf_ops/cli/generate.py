@@ -11,7 +11,7 @@ from cf_ops._text import encode, open_tokenizer
 from cf_ops._chat import ChatTemplate
 from cf_ops._generation import Session, Settings
 from cf_ops.cli import _program as program
-from cf_ops.model import MOST_SAMPLES, MOST_SLOTS
+from cf_ops.model import MOST_SAMPLES, MOST_SLOTS, USUAL_SLOTS
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -28,19 +28,11 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "--min-new-tokens", type=program.integer(0, 1 << 20), default=0, metavar="N", help="no stop id before so many"
     )
     parser.add_argument("--n", type=program.integer(1, MOST_SAMPLES), default=1, help="samples of each prompt")
-    parser.add_argument("--slots", type=program.integer(1, 64), help="prompts that decode at once; the others wait")
     parser.add_argument(
-        "--window",
-        type=program.integer(1, 1 << 20),
-        metavar="N",
-        help="make each text a stream without end: a token sees the newest N tokens and the sinks (cpu)",
+        "--slots", type=program.integer(1, MOST_SLOTS), help="prompts that decode at once; the others wait"
     )
-    parser.add_argument(
-        "--sinks",
-        type=program.integer(0, 1 << 20),
-        metavar="N",
-        help="first tokens of a stream that all others see (cpu)",
-    )
+    program.add_streams(parser)
+    program.add_serving(parser)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for the most likely token")
     parser.add_argument("--top-k", type=program.integer(0, 2**31 - 1), default=0, help="keep so many tokens, 0 for all")
     parser.add_argument("--top-p", type=float, default=1.0, help="keep the fewest that reach this probability")
@@ -90,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--echo: expected it with --prompt, --prompts-file or --prompt-ids, got it with --chat")
     prompts = _prompts(args)
     sequences = len(prompts) * args.n
-    slots, capacity = args.slots or min(MOST_SLOTS, sequences), 0
+    slots, capacity = args.slots or min(USUAL_SLOTS, sequences), 0
     if program.check_device(args) is not None:  # a GPU's cache gets its sizes when the model is loaded
         directory = program.model_directory(args)
         lengths = [len(encode(open_tokenizer(directory), p) if isinstance(p, str) else p) for p in prompts]

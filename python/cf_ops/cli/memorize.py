@@ -8,7 +8,7 @@ import time
 from cf_ops._memorize import memorize
 from cf_ops._token_files import DTYPES, map_rows
 from cf_ops.cli import _program as program
-from cf_ops.model import MOST_SLOTS
+from cf_ops.model import USUAL_SLOTS
 
 _MOST = 1 << 20
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     length = args.context + args.continuation
     rows = map_rows(args.tokens, args.row, args.dtype)
     count = args.count or max(0, rows.shape[0] - args.first)
-    slots = args.slots or min(MOST_SLOTS, max(1, count))
+    slots = args.slots or min(USUAL_SLOTS, max(1, count))
     model = program.open_model(args, slots, length)
     begun = time.perf_counter()
     made = memorize(

@@ -20,7 +20,7 @@ from cf_ops._sweep import Metric, Revision, pythia_steps, surprisal, sweep
 from cf_ops._text import encode, open_tokenizer
 from cf_ops._token_files import DTYPES, check_rows, map_ids, map_rows
 from cf_ops.cli import _program as program
-from cf_ops.model import MOST_SLOTS, Model, find_model
+from cf_ops.model import USUAL_SLOTS, Model, find_model
 
 _MOST = 1 << 20
 _METRICS = ("perplexity", "surprisal", "memorization")
@@ -52,7 +52,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row", type=program.integer(_LENGTH, _MOST), metavar="N", help="ids of a sequence")
     parser.add_argument("--dtype", choices=DTYPES, default="uint16", help="of bare ids, little-endian (default uint16)")
     parser.add_argument(
-        "--slots", type=program.integer(1, _MOST), default=MOST_SLOTS, help="sequences that run at once"
+        "--slots", type=program.integer(1, _MOST), default=USUAL_SLOTS, help="sequences that run at once"
     )
     parser.add_argument(
         "--out",

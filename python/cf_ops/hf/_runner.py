@@ -14,7 +14,7 @@ from cf_ops import _core
 from cf_ops._device import current_stream, device_model, prepare_ops
 from cf_ops._gptq import GPTQ_PARTS
 from cf_ops._tensors import torch_name
-from cf_ops.model import MOST_SLOTS
+from cf_ops.model import USUAL_SLOTS
 
 Tensor = Any
 Described = tuple[int, str, tuple[int, ...]]
@@ -186,7 +186,7 @@ class _CudaBackend:
             self._model = None
         shared = (held + slots, capacity if model is None else max(capacity, model.capacity))
         try:
-            self._model = self._make(*(shared if held and shared[0] <= MOST_SLOTS else (slots, capacity)))
+            self._model = self._make(*(shared if held and shared[0] <= USUAL_SLOTS else (slots, capacity)))
         except MemoryError:
             torch.cuda.empty_cache()  # memory that torch caches for later tensors
             self._model = self._make(slots, capacity)
