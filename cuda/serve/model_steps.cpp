@@ -56,10 +56,19 @@ Status Model::State::prepare_steps() {
 
 Status Model::State::begin_step(LogitsBuffer to, Start start, const Submission& how) {
   if (start == Start::chooses) CF_TRY(sample[std::size_t(other_buffer(to))].submit(stream.get(), how));
-  if (start == Start::placed) return {};
-  LaunchList follow(context);
-  CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), follow));
-  return follow.submit(stream.get(), how);
+  if (start != Start::placed) {
+    LaunchList follow(context);
+    CF_TRY(add_follow(step, chosen, most_followed(), follow));
+    CF_TRY(follow.submit(stream.get(), how));
+  }
+  return make_rope_rows(step.positions);
+}
+
+Status Model::State::make_rope_rows(View<const std::int32_t, 1> positions) {
+  if (!options.stream()) return {};
+  LaunchList launches(context);
+  CF_TRY(workspace.add_rope_rows(positions, launches));
+  return launches.submit(stream.get(), {.early = context.overlap()});
 }
 
 template <class Add>
@@ -96,9 +105,17 @@ Result<GraphExec> Model::State::dataflow_step(LogitsBuffer to, Start start) {
     }
     if (start != Start::placed) {
       LaunchList launches(context);
-      CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), launches));
+      CF_TRY(add_follow(step, chosen, most_followed(), launches));
       const void *const reads[] = {chosen.data}, *const writes[] = {step.ids.data, step.positions.data,
                                                                     step.kv_len.data};
+      CF_TRY(graph.add(reads, writes, launches, true));
+    }
+    if (options.stream()) {
+      LaunchList launches(context);
+      CF_TRY(workspace.add_rope_rows(step.positions, launches));
+      // RoPE names the rows of its table by positions, which stand for them here.
+      const void *const reads[] = {step.positions.data}, *const writes[] = {
+                                                             workspace.tensors(cache, 0, 0, 1).positions.data};
       CF_TRY(graph.add(reads, writes, launches, true));
     }
     return for_each_outer_site(to, [&](const Site& site, const auto& args) -> Status {
@@ -126,6 +143,8 @@ Result<GraphExec> Model::State::whole_step(LogitsBuffer to, Start start) {
 }
 
 Status Model::State::place(std::span<const Token> tokens) {
+  stepping.assign(stepping.size(), false);
+  for (const Token& t : tokens) stepping[std::size_t(t.slot)] = true;
   SlotTokens placed(options.slots);
   for (const Token& t : tokens) {
     const auto slot = std::size_t(t.slot);
