@@ -9,6 +9,7 @@
 #include "cuda/ops/linear/cublaslt/library.hpp"
 #include "cuda/runtime/check.hpp"
 #include "cuda/serve/model.hpp"
+#include "cuda/step/classes.hpp"
 
 namespace cf::apps {
 namespace {
@@ -39,7 +40,19 @@ Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& 
   const cuda::ModelBytes bytes = cuda::Model::bytes(model, weights, options);
   const cuda::Arch own = device.context().arch(), arch = o.invariant ? cuda::invariant_arch(own) : own;
   const cuda::Impl impl = options.impl ? *options.impl : cuda::Model::auto_impl(arch, model, weights, o.slots);
-  return DeviceModelPlan{bytes.weights, bytes.cache, bytes.workspace, std::string(to_string(impl))};
+  std::vector<int> bits;  // of packed weights
+  for (const LayerWeights& layer : weights.layers)
+    for_each_linear(model, layer, [&](const Site&, const LinearParams& l, const LinearSize&) {
+      if (const WeightFormat format = format_of(l.weight); format.bits) bits.push_back(format.bits);
+    });
+  const ModelShape& s = model.shape;
+  return DeviceModelPlan{
+      .weights_bytes = bytes.weights,
+      .cache_bytes = bytes.cache,
+      .workspace_bytes = bytes.workspace,
+      .impl = std::string(to_string(impl)),
+      .step_classes = cuda::to_string(cuda::step_classes(arch, bits)),
+      .run_classes = cuda::to_string(cuda::attention_classes(arch, s.head_dim, s.num_heads / s.num_kv_heads))};
 }
 
 Result<double> free_device_bytes(DeviceTimer&) {

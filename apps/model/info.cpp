@@ -111,8 +111,9 @@ int Info::run() {
     device = std::move(*created);
   }
   const auto plan = [&](std::int64_t slots, std::int64_t capacity) {
-    return plan_device_model(*device, spec, outline->weights,
-                             {.slots = slots, .capacity = capacity, .impl = model_.impl});
+    return plan_device_model(
+        *device, spec, outline->weights,
+        {.slots = slots, .capacity = capacity, .impl = model_.impl, .invariant = model_.invariant});
   };
   const auto needs = [&](std::int64_t slots, std::int64_t capacity) -> Result<Needs> {
     if (!device) {
@@ -148,6 +149,10 @@ int Info::run() {
     if (!impls) return fail(impls.status());
     add("impl", *impls);
     add("products of many tokens", product_library());
+    const Result<DeviceModelPlan> of_one = plan(1, entries);
+    if (!of_one) return fail(of_one.status());
+    add("a row's bits are the same", fmt::format("in steps of {} tokens", of_one->step_classes));
+    add("in attention", fmt::format("in runs of {} tokens", of_one->run_classes));
   }
   add("free memory", fmt::format("{:.1f} MB", free * 1e-6));
   // What was planned for one slot can be planned for more.

@@ -326,11 +326,11 @@ struct Decoder::State {
     }
   }
 
-  /// Gives each running sequence an id, and reads prompts: all of them whole, or pieces beside the running sequences.
+  /// Gives each running sequence an id, and reads prompts: pieces beside the running sequences, or all of them whole.
   Status turn(std::vector<Emitted>& emitted) {
     // Those that ran before the prompts are read: a turn gives each sequence one id.
     const std::vector<Sequence> before = running();
-    if (step_tokens == 0) {
+    if (step_tokens == 0 || (whole_alone && before.empty())) {
       CF_TRY(prefill(emitted));
       return step(before, false, emitted).status();
     }

@@ -38,8 +38,8 @@ std::string_view to_string(Finish);
 struct DecoderOptions {
   /// The most tokens of a step: those of all running sequences, and behind them pieces of prompts, at least one token
   /// where a prompt waits to be read. A long prompt never stops the others for longer than such a step takes. With 0
-  /// prompts are read whole, in steps of their own: as many in a step as the runner takes in one pass. By default what
-  /// the runner prefers; where no sequence runs, prompts are then read as with 0 if the runner takes several in a pass.
+  /// all prompts are read whole, in steps of their own: as many in a step as the runner takes in one pass. By default
+  /// what the runner prefers; if it takes several prompts in a pass, they are then read as with 0 where no one runs.
   std::optional<std::int64_t> step_tokens{};
   /// Whether a prompt that begins as a sequence in a slot does shares that one's full pages and is not read that far.
   /// Without effect where the runner's cache has no pages.

@@ -17,6 +17,7 @@
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cuda/model/extend.hpp"
@@ -111,13 +112,18 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Status prepare_steps();
   /// Calls add(site, args) for the sites that belong to no layer: the embedding, the final LayerNorm and the LM head.
   template <class Add>
-  Status for_each_outer_site(LogitsBuffer to, Add&& add) const;
+  Status for_each_outer_site(LogitsBuffer to, std::int64_t slots, Add&& add) const;
   /// A step as one graph. executor_step() captures what the executor puts onto a stream for the layers.
-  /// dataflow_step() adds every op by itself: an op waits for the ops whose data it needs, and for no other.
+  /// dataflow_step() adds every op by itself, for the first `slots` slots: an op waits for the ops whose data it needs,
+  /// and for no other.
   Result<GraphExec> executor_step(LogitsBuffer to, Start start);
-  Result<GraphExec> dataflow_step(LogitsBuffer to, Start start);
+  Result<GraphExec> dataflow_step(LogitsBuffer to, Start start, std::int64_t slots);
   /// whole_step() captures one launch for the whole model.
   Result<GraphExec> whole_step(LogitsBuffer to, Start start);
+  /// The graph of a step, made when it is first asked for.
+  Result<cudaGraphExec_t> step_graph(Start start, LogitsBuffer to, std::int64_t slots);
+  /// The slots of a step whose tokens are in the first `slots` slots.
+  std::int64_t step_slots(std::int64_t slots) const;
   /// Puts what such a step begins with onto the stream that is being captured.
   Status begin_step(LogitsBuffer to, Start start, const Submission& how);
   /// What the first layer of a step reads.
@@ -144,6 +150,16 @@ struct Model::State final : PipelineDevice, OwnTensors {
   }
   /// Puts the launches of these tensors onto the stream, a layer's as soon as they are prepared.
   Status put(const ModelTensors& t);
+  /// What a chunk's launches depend on: the slots and tokens of its runs, and where its logits go.
+  struct ChunkKey {
+    std::vector<std::pair<std::int64_t, std::int64_t>> runs;
+    const void* logits;
+    std::int64_t rows;
+    bool is_pass;  // of all slots' caches
+    auto operator<=>(const ChunkKey&) const = default;
+  };
+  /// The same for a chunk or a pass that may come again.
+  Status put(const ModelTensors& t, ChunkKey key);
   /// Puts a chunk's ids, positions and length onto the stream, and then its launches.
   Status read_chunk(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
   /// The chunk of these tensors as a graph.
@@ -168,6 +184,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
     std::span<const std::int32_t> ids;
     AnyView<2> rows;  // where the caller's logits of its last tokens go
     bool own;         // whether its last token's logits become the slot's
+    bool is_running = false;
     /// The last tokens whose logits are made.
     std::int64_t head_rows() const { return std::max<std::int64_t>(rows.shape[0], own ? 1 : 0); }
   };
@@ -185,9 +202,9 @@ struct Model::State final : PipelineDevice, OwnTensors {
   /// Several parts of a step: running tokens, and prompts beside them.
   Status read_together(std::vector<StepPart> running, std::span<const StepPart> prompts, bool own, bool on_device);
 
-  /// Reads a prompt whose last rows a call of score() asks for.
+  /// Reads prompts whose last rows a call of score() asks for: several pass by pass, a lone one chunk by chunk.
   class ScoreCall;
-  Status score(const StepPart& part, ScoreCall& call);
+  Status score(std::span<const StepPart> prompts, ScoreCall& call);
   /// Copies the logits of slots to rows, one each.
   Status copy_logits(std::span<const std::int64_t> slots, std::span<const AnyView<2>> rows, bool on_device);
 
@@ -216,9 +233,6 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Status await_launched(unsigned number, std::span<const Draw> draws, std::span<std::int32_t> ids) override;
   void end_before(unsigned number) override { whole->end_before(number); }
 
-  static LogitsBuffer step_buffer(std::size_t parity) {
-    return parity == 0 ? LogitsBuffer::even_steps : LogitsBuffer::odd_steps;
-  }
   static LogitsBuffer other_buffer(LogitsBuffer step) {
     return step == LogitsBuffer::even_steps ? LogitsBuffer::odd_steps : LogitsBuffer::even_steps;
   }
@@ -276,11 +290,10 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Event prompt_copied, handover;
 
   std::vector<LaunchList> sample;  // by the logits' buffer
-  // A step of all slots, by its start and by the parity of where its logits go.
-  std::array<std::array<GraphExec, 2>, kStarts> steps;
-  using ChunkKey = std::tuple<std::int64_t, std::int64_t, const void*, std::int64_t>;
-  // The prefill chunks so far, by slot, tokens, logits and their rows. From its second time on a chunk is a graph,
-  // whose branches run side by side.
+  /// The steps so far, by their start, where their logits go, and their slots.
+  std::map<std::tuple<Start, LogitsBuffer, std::int64_t>, GraphExec> steps;
+  std::int64_t placed_slots = 0;  // of the step that was placed last and of those that follow it
+  /// The chunks and passes of prompts so far. From its second time on one is a graph, whose branches run side by side.
   std::map<ChunkKey, GraphExec> chunks;
   std::optional<PersistentKernel> whole;  // of the persistent impl
 };

@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "core/cache_view.hpp"
+#include "core/call_groups.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/serve/model_state.hpp"
 #include "cuda/step/capture.hpp"
@@ -9,6 +10,25 @@
 #include "cuda/step/lower.hpp"
 
 namespace cf::cuda {
+namespace {
+
+/// A layer's step of one token of each sequence, for the first `batch` sequences.
+LayerTensors first_sequences(const ModelShape& shape, LayerTensors t, std::int64_t batch) {
+  if (t.page_table) t.page_table = part_of(t.page_table, 0, batch);
+  for_each_activation(
+      shape, {.batch = batch, .sinks = bool(t.sink_positions)},
+      [&]<class V>(const TensorSpec& spec, V& view, const auto& size) {
+        if (spec.role == Role::input || spec.role == Role::position || spec.role == Role::length ||
+            spec.role == Role::output)
+          view.shape = size;
+        if constexpr (std::is_same_v<V, AnyView<4>>)
+          if (spec.role == Role::state && !t.page_table) view = cache_of(view, 0, batch);
+      },
+      t);
+  return t;
+}
+
+}  // namespace
 
 Status Model::State::prepare_layers() {
   if (impl != Impl::persistent)
@@ -42,16 +62,32 @@ Status Model::State::prepare_steps() {
     sample.push_back(std::move(launches));
     sent[i].resize(std::size_t(options.slots));
   }
-  for (std::size_t parity : {0, 1})
-    for (Start start : {Start::placed, Start::follows, Start::chooses}) {
-      const LogitsBuffer to = step_buffer(parity);
-      CF_TRY_ASSIGN(GraphExec graph, impl == Impl::graph        ? dataflow_step(to, start)
-                                     : impl == Impl::persistent ? whole_step(to, start)
-                                                                : executor_step(to, start));
-      CF_TRY(from_cuda(cudaGraphUpload(graph.get(), stream.get()), "cudaGraphUpload"));
-      steps[std::size_t(start)][parity] = std::move(graph);
-    }
+  placed_slots = options.slots;
+  for (LogitsBuffer to : {LogitsBuffer::even_steps, LogitsBuffer::odd_steps})
+    for (Start start : {Start::placed, Start::follows, Start::chooses})
+      CF_TRY(step_graph(start, to, options.slots).status());
   return {};
+}
+
+std::int64_t Model::State::step_slots(std::int64_t slots) const {
+  // A model of many slots whose last ones are idle has graphs for some smaller numbers of them. From the least of these
+  // on, products are those of many tokens.
+  constexpr std::int64_t least = 128;
+  if (impl != Impl::graph) return options.slots;
+  std::int64_t some = least;
+  while (some < slots) some *= 2;
+  return std::min(some, options.slots);
+}
+
+Result<cudaGraphExec_t> Model::State::step_graph(Start start, LogitsBuffer to, std::int64_t slots) {
+  GraphExec& graph = steps[{start, to, slots}];
+  if (!graph) {
+    CF_TRY_ASSIGN(graph, impl == Impl::graph        ? dataflow_step(to, start, slots)
+                         : impl == Impl::persistent ? whole_step(to, start)
+                                                    : executor_step(to, start));
+    CF_TRY(from_cuda(cudaGraphUpload(graph.get(), stream.get()), "cudaGraphUpload"));
+  }
+  return graph.get();
 }
 
 Status Model::State::begin_step(LogitsBuffer to, Start start, const Submission& how) {
@@ -72,9 +108,12 @@ Status Model::State::make_rope_rows(View<const std::int32_t, 1> positions) {
 }
 
 template <class Add>
-Status Model::State::for_each_outer_site(LogitsBuffer to, Add&& add) const {
+Status Model::State::for_each_outer_site(LogitsBuffer to, std::int64_t slots, Add&& add) const {
+  const StepArrays arrays{.ids = {step.ids.data, {slots}},
+                          .positions = {step.positions.data, {slots}},
+                          .kv_len = {step.kv_len.data, {slots}}};
   std::vector<LayerCache> caches;
-  const ModelTensors t = tensors(0, {.batch = options.slots}, step, logits_at(to), caches);
+  const ModelTensors t = tensors(0, {.batch = slots}, arrays, rows_of(logits_at(to), 0, slots), caches);
   return for_each_model_site(spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
     return site.layer >= 0 ? Status() : name_site(site, add(site.site, args));
   });
@@ -82,7 +121,7 @@ Status Model::State::for_each_outer_site(LogitsBuffer to, Add&& add) const {
 
 Result<GraphExec> Model::State::executor_step(LogitsBuffer to, Start start) {
   LaunchList before(context, workspace.scratch()), after(context, workspace.scratch());
-  CF_TRY(for_each_outer_site(to, [&](const Site& site, const auto& args) {
+  CF_TRY(for_each_outer_site(to, options.slots, [&](const Site& site, const auto& args) {
     LaunchList& launches = site.id == SiteId::embed_in ? before : after;
     launches.set_label(site.name.data());  // a literal, which ends in a zero byte
     return prepare(args, launches);
@@ -96,7 +135,7 @@ Result<GraphExec> Model::State::executor_step(LogitsBuffer to, Start start) {
   });
 }
 
-Result<GraphExec> Model::State::dataflow_step(LogitsBuffer to, Start start) {
+Result<GraphExec> Model::State::dataflow_step(LogitsBuffer to, Start start, std::int64_t slots) {
   const auto record = [&](DataflowCapture& graph) -> Status {
     if (start == Start::chooses) {
       const LogitsBuffer from = other_buffer(to);
@@ -118,7 +157,7 @@ Result<GraphExec> Model::State::dataflow_step(LogitsBuffer to, Start start) {
                                                              workspace.tensors(cache, 0, 0, 1).positions.data};
       CF_TRY(graph.add(reads, writes, launches, true));
     }
-    return for_each_outer_site(to, [&](const Site& site, const auto& args) -> Status {
+    return for_each_outer_site(to, slots, [&](const Site& site, const auto& args) -> Status {
       // The LM head starts late. If its blocks come one by one to SMs where the last layer's kernels still run, it may
       // read more slowly until its end (kH200Tuning).
       CF_TRY(graph.run(args, {.early = site.id != SiteId::embed_out}));
@@ -126,6 +165,7 @@ Result<GraphExec> Model::State::dataflow_step(LogitsBuffer to, Start start) {
       for (std::int64_t l = 0; l < spec.shape.num_layers; ++l) {
         LayerTensors t = workspace.tensors(cache, 0, l, 1);
         if (l == 0) t.hidden = step_input();
+        t = first_sequences(spec.shape, t, slots);
         if (Status captured = capture_layer(spec, weights.layer(l), t, graph); !captured)
           return Status::error(captured.code(), layer_prefix(l) + captured.message());
       }
@@ -146,18 +186,21 @@ Status Model::State::place(std::span<const Token> tokens) {
   stepping.assign(stepping.size(), false);
   for (const Token& t : tokens) stepping[std::size_t(t.slot)] = true;
   SlotTokens placed(options.slots);
+  std::int64_t slots = 0;
   for (const Token& t : tokens) {
+    slots = std::max(slots, t.slot + 1);
     const auto slot = std::size_t(t.slot);
     placed.id[slot] = t.id;
     placed.position[slot] = std::int32_t(t.position);
     placed.length[slot] = std::int32_t(t.position + 1);
   }
+  placed_slots = step_slots(slots);
   return enqueue_place(step, placed, context);
 }
 
 Status Model::State::run(Start start, LogitsBuffer to) {
-  const std::size_t parity = to == LogitsBuffer::even_steps ? 0 : 1;
-  return from_cuda(cudaGraphLaunch(steps[std::size_t(start)][parity].get(), stream.get()), "cudaGraphLaunch");
+  CF_TRY_ASSIGN(const cudaGraphExec_t graph, step_graph(start, to, placed_slots));
+  return from_cuda(cudaGraphLaunch(graph, stream.get()), "cudaGraphLaunch");
 }
 
 Status Model::State::keep(std::int64_t slot, LogitsBuffer from, std::int64_t length) {

@@ -48,6 +48,7 @@ __all__ = [
     "LayerOutputs",
     "QkvLayout",
     "Runs",
+    "Window",
     "attention",
     "budget",
     "decode_layer",
@@ -84,6 +85,15 @@ _RUNS = """\
 that sequence of the cache. Runs have different counts. Their rows follow each other from row 0 on; sequences come in
 any order, each at most once. What a run is given does not depend on the others. Without runs each sequence has as many
 rows, in order."""
+
+Window = tuple[int, int]
+"""Which keys are seen: (keys, sinks), how many of the newest and how many of the first."""
+
+_PAGES = """\
+With ``page_table``, int32, the caches are pages that lie in any order, and several sequences may share one that none of
+them writes to. On a GPU a page has a multiple of 64 entries, up to 1024, where attention reads it."""
+
+_WINDOW = "``window`` is (keys, sinks): how many of the newest keys are seen, and how many of the first."
 
 _DTYPES_AND_ERRORS = """\
 Dtypes: activations share one dtype, float32 or float64 on the CPU, float16, bfloat16 or float32 on a GPU. Weights share
@@ -195,8 +205,9 @@ def _op(function: F) -> F:
     contract = _contracts()[function.__name__]
     width = max(len(names) for names, _ in contract.arguments)
     shapes = "\n".join(f"    {names:{width}}  {shape}".rstrip() for names, shape in contract.arguments)
-    runs = _RUNS if "runs" in inspect.signature(function).parameters else ""
-    parts = [function.__doc__ or "", contract.comment, runs, f"Shapes:\n{shapes}", _DTYPES_AND_ERRORS]
+    options = {"runs": _RUNS, "page_table": _PAGES, "window": _WINDOW}
+    texts = [text for name, text in options.items() if name in inspect.signature(function).parameters]
+    parts = [function.__doc__ or "", contract.comment, *texts, f"Shapes:\n{shapes}", _DTYPES_AND_ERRORS]
     function.__doc__ = "\n\n".join(part.strip("\n") for part in parts if part)
     return function
 
@@ -242,11 +253,17 @@ class _Like(NamedTuple):
     numbers: tuple[object, ...]
 
 
+def _are_usual(*options: object) -> bool:
+    """Whether a call has none of runs, page_table, window and q_sinks. A call that has one of them is not known to the
+    compiled part: the next step has other runs."""
+    return all(option is None for option in options)
+
+
 def _like(
-    known: _core.KnownCalls, given: tuple[object, ...], fixed: object, numbers: tuple[object, ...], runs: Runs | None
+    known: _core.KnownCalls, given: tuple[object, ...], fixed: object, numbers: tuple[object, ...], *options: object
 ) -> _Like | None:
-    """How a call is known; one with runs is not: the next step has others."""
-    return _Like(known, given, fixed, numbers) if runs is None else None
+    """How a call with these options is known to the compiled part."""
+    return _Like(known, given, fixed, numbers) if _are_usual(*options) else None
 
 
 def _known_calls(op: str, given: str, **numbers: type) -> _core.KnownCalls:
@@ -387,7 +404,7 @@ class CheckedOp:
 
 
 # The scalars that a BoundOp depends on.
-_SHAPING = ("config", "epilogue", "layout", "kv_heads", "runs")
+_SHAPING = ("config", "epilogue", "layout", "kv_heads", "runs", "window")
 
 
 class _CudaCall(Generic[T]):
@@ -493,6 +510,22 @@ def _runs(op: str, runs: Runs | None) -> dict[str, object]:
     if not table:
         raise ValueError(f"{op}: runs: expected at least one, got none")
     return {"runs": table}
+
+
+def _window(op: str, window: Window | None) -> dict[str, object]:
+    """The window of a call among its scalars."""
+    if window is None:
+        return {}
+    try:
+        keys, sinks = [operator.index(number) for number in window]
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: window must be (keys, sinks), got {window!r}") from None
+    return {"window": (keys, sinks)}
+
+
+def _capacity(k_cache: Tensor, page_table: Tensor | None) -> int:
+    """The entries that a sequence may have."""
+    return int(k_cache.shape[2]) * (1 if page_table is None else int(page_table.shape[1]))
 
 
 def budget(op: Callable[P, Any], *, compute: str = "float32", output: str = "float32") -> Callable[P, Budget]:
@@ -704,14 +737,24 @@ def rope(
 
 @_op
 def kv_append(
-    k: Tensor, v: Tensor, kv_len: Tensor, k_cache: Tensor, v_cache: Tensor, *, runs: Runs | None = None
+    k: Tensor,
+    v: Tensor,
+    kv_len: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    runs: Runs | None = None,
+    page_table: Tensor | None = None,
+    window: Window | None = None,
 ) -> None:
     """Returns nothing, and writes k_cache and v_cache in place."""
     given = k, v, kv_len, k_cache, v_cache
-    if runs is not None or _KV_APPEND.run(given, None, ()) is None:
+    options = runs, page_table, window
+    if not _are_usual(*options) or _KV_APPEND.run(given, None, ()) is None:
         tensors: _Tensors = {"k": k, "v": v, "kv_len": kv_len, "k_cache": k_cache, "v_cache": v_cache}
-        call = _call("kv_append", k, tensors, **_runs("kv_append", runs))
-        call.run(like=_like(_KV_APPEND, given, None, (), runs))
+        tensors["page_table"] = page_table
+        call = _call("kv_append", k, tensors, **_runs("kv_append", runs), **_window("kv_append", window))
+        call.run(like=_like(_KV_APPEND, given, None, (), *options))
 
 
 @_op
@@ -726,10 +769,11 @@ def rope_append(
     *,
     layout: QkvLayout = "interleaved_by_head",
     runs: Runs | None = None,
+    page_table: Tensor | None = None,
 ) -> T:
     """Returns q, and writes k_cache and v_cache in place. Without cos and sin, None, nothing turns."""
     given = qkv, cos, sin, positions, kv_len, k_cache, v_cache
-    made: T | None = _ROPE_APPEND.run(given, layout, ()) if runs is None else None
+    made: T | None = _ROPE_APPEND.run(given, layout, ()) if _are_usual(runs, page_table) else None
     if made is not None:
         return made
     tensors: _Tensors = {
@@ -740,6 +784,7 @@ def rope_append(
         "kv_len": kv_len,
         "k_cache": k_cache,
         "v_cache": v_cache,
+        "page_table": page_table,
     }
     call = _call("rope_append", qkv, tensors, layout=layout, **_runs("rope_append", runs))
     shapes = None
@@ -752,7 +797,7 @@ def rope_append(
                 f"expected more than twice the {k_cache.shape[1]} of 'k_cache'"
             )
         shapes = {"q": (tokens, heads, head_dim)}
-    return call.run(shapes, like=_like(_ROPE_APPEND, given, layout, (), runs))[0]
+    return call.run(shapes, like=_like(_ROPE_APPEND, given, layout, (), runs, page_table))[0]
 
 
 @_op
@@ -771,11 +816,12 @@ def ln_qkv(
     *,
     eps: float = 1e-5,
     runs: Runs | None = None,
+    page_table: Tensor | None = None,
 ) -> tuple[T, T, T]:
     """Returns (q, k, v), and writes k_cache and v_cache in place. ``bias`` may be None; ``weight`` may be a
     GptqWeight."""
     given = x, gamma, beta, weight, bias, cos, sin, positions, kv_len, k_cache, v_cache
-    made: tuple[T, T, T] | None = _LN_QKV.run(given, None, (eps,)) if runs is None else None
+    made: tuple[T, T, T] | None = _LN_QKV.run(given, None, (eps,)) if _are_usual(runs, page_table) else None
     if made is not None:
         return made
     tensors: _Tensors = {
@@ -790,11 +836,12 @@ def ln_qkv(
         "kv_len": kv_len,
         "k_cache": k_cache,
         "v_cache": v_cache,
+        "page_table": page_table,
     }
     call = _call("ln_qkv", x, tensors, eps=eps, **_runs("ln_qkv", runs))
     _, heads, _, head_dim = k_cache.shape
     shapes = dict.fromkeys(("q", "k", "v"), (x.shape[0], heads, head_dim))
-    q, k, v = call.run(shapes, like=_like(_LN_QKV, given, None, (eps,), runs))
+    q, k, v = call.run(shapes, like=_like(_LN_QKV, given, None, (eps,), runs, page_table))
     return q, k, v
 
 
@@ -843,15 +890,21 @@ def attention(
     scale: float,
     max_kv_len: int | None = None,
     runs: Runs | None = None,
+    page_table: Tensor | None = None,
+    window: Window | None = None,
+    q_sinks: Tensor | None = None,
 ) -> T:
     """Returns y. The usual scale is head_dim^-0.5. Without max_kv_len it is the capacity of the cache."""
     given, numbers = (q, k_cache, v_cache, kv_len), (scale, max_kv_len)
-    made: T | None = _ATTENTION.run(given, None, numbers) if runs is None else None
+    options = runs, page_table, window, q_sinks
+    made: T | None = _ATTENTION.run(given, None, numbers) if _are_usual(*options) else None
     if made is None:
         tensors: _Tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "kv_len": kv_len}
-        call = _call("attention", q, tensors, scale=scale, **_runs("attention", runs))
-        call.scalars["max_kv_len"] = k_cache.shape[2] if max_kv_len is None else max_kv_len
-        made = call.run(like=_like(_ATTENTION, given, None, numbers, runs))[0]
+        tensors |= {"page_table": page_table, "q_sinks": q_sinks}
+        scalars = {**_runs("attention", runs), **_window("attention", window)}
+        call = _call("attention", q, tensors, scale=scale, **scalars)
+        call.scalars["max_kv_len"] = _capacity(k_cache, page_table) if max_kv_len is None else max_kv_len
+        made = call.run(like=_like(_ATTENTION, given, None, numbers, *options))[0]
     return made
 
 
@@ -869,6 +922,7 @@ def decode_layer(
     *,
     max_kv_len: int | None = None,
     runs: Runs | None = None,
+    page_table: Tensor | None = None,
 ) -> LayerOutputs | HeadNormLayerOutputs:
     """Returns the output of every site, and writes k_cache and v_cache in place.
 
@@ -884,7 +938,7 @@ def decode_layer(
         raise TypeError(f"decode_layer: config must be a mapping or a text, got {type(config).__name__}")
     text = config if isinstance(config, str) else json.dumps(dict(config))
     given, numbers = (hidden, positions, kv_len, cos, sin, k_cache, v_cache, weights), (max_kv_len,)
-    made = _DECODE_LAYER.run(given, text, numbers) if runs is None else None
+    made = _DECODE_LAYER.run(given, text, numbers) if _are_usual(runs, page_table) else None
     if made is not None:
         return _layer_outputs(made)
     activations: _Tensors = {
@@ -895,12 +949,13 @@ def decode_layer(
         "sin": sin,
         "k_cache": k_cache,
         "v_cache": v_cache,
+        "page_table": page_table,
     }
     for name in weights.keys() & activations.keys():
         raise ValueError(f"decode_layer: weights has '{name}', expected Hugging Face's names of weights alone")
     call = _call("decode_layer", hidden, {**activations, **weights}, config=text, **_runs("decode_layer", runs))
-    call.scalars["max_kv_len"] = k_cache.shape[2] if max_kv_len is None else max_kv_len
-    return _layer_outputs(call.run(like=_like(_DECODE_LAYER, given, text, numbers, runs)))
+    call.scalars["max_kv_len"] = _capacity(k_cache, page_table) if max_kv_len is None else max_kv_len
+    return _layer_outputs(call.run(like=_like(_DECODE_LAYER, given, text, numbers, runs, page_table)))
 
 
 def run_known_rows(given: tuple[Any, ...], eps: float) -> Any:

@@ -3,7 +3,8 @@
 Importing this module registers ``torch.ops.cf_ops.<op>`` for the names in ``__all__``; the module's functions are these
 ops. An op takes the arguments of the function of its name in ``cf_ops.ops``, whose documentation holds for both, and
 writes its caches in place. ``linear_gptq`` is ``cf_ops.ops.linear`` with the parts of a GptqWeight as arguments of
-their own. As with those functions, outputs carry no gradient. Tensors may lie on the CPU or on a GPU.
+their own. As with those functions, outputs carry no gradient. Tensors may lie on the CPU or on a GPU. ``runs`` are
+constants of a compiled graph: other runs compile another.
 
 Needs torch 2.4 or newer; the import raises ImportError where it is missing.
 """
@@ -34,6 +35,10 @@ __all__ = [
     "rope",
     "rope_append",
 ]
+
+# The options of ops with a cache.
+_RUNS = "int[][]? runs=None, Tensor? page_table=None"
+_WINDOW = "int[]? window=None"
 
 # Registrations last as long as their library.
 _LIBRARY = torch.library.Library("cf_ops", "DEF")
@@ -118,28 +123,29 @@ rope = _register(
     _heads_of_qkv,
 )
 kv_append = _register(
-    "kv_append(Tensor k, Tensor v, Tensor kv_len, Tensor(a!) k_cache, Tensor(b!) v_cache) -> ()",
+    "kv_append(Tensor k, Tensor v, Tensor kv_len, Tensor(a!) k_cache, Tensor(b!) v_cache, *, "
+    f"{_RUNS}, {_WINDOW}) -> ()",
     ops.kv_append,
-    lambda *_: None,
+    lambda *_, **__: None,
 )
 rope_append = _register(
     "rope_append(Tensor qkv, Tensor cos, Tensor sin, Tensor positions, Tensor kv_len, Tensor(a!) k_cache, "
-    'Tensor(b!) v_cache, *, str layout="interleaved_by_head") -> Tensor',
+    f'Tensor(b!) v_cache, *, str layout="interleaved_by_head", {_RUNS}) -> Tensor',
     ops.rope_append,
-    lambda qkv, *others, layout="interleaved_by_head": _heads_of_qkv(
+    lambda qkv, *others, layout="interleaved_by_head", **_: _heads_of_qkv(
         qkv, layout=layout, kv_heads=others[-1].shape[1] if layout == "separate" else None
     )[0],
 )
 ln_qkv = _register(
     "ln_qkv(Tensor x, Tensor gamma, Tensor beta, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, "
-    "Tensor positions, Tensor kv_len, Tensor(a!) k_cache, Tensor(b!) v_cache, *, float eps=1e-05) "
-    "-> (Tensor, Tensor, Tensor)",
+    "Tensor positions, Tensor kv_len, Tensor(a!) k_cache, Tensor(b!) v_cache, *, float eps=1e-05, "
+    f"{_RUNS}) -> (Tensor, Tensor, Tensor)",
     ops.ln_qkv,
     _heads_like_cache,
 )
 attention = _register(
-    "attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_len, *, float scale, int? max_kv_len=None) "
-    "-> Tensor",
+    "attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_len, *, float scale, int? max_kv_len=None, "
+    f"{_RUNS}, {_WINDOW}, Tensor? q_sinks=None) -> Tensor",
     ops.attention,
     _like_x,
 )

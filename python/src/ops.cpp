@@ -79,6 +79,7 @@ void for_each_scalar(Args& a, F&& f) {
   if constexpr (requires { a.t.max_kv_len; }) f(std::string("max_kv_len"), a.t.max_kv_len);
   if constexpr (requires { a.runs; }) f(std::string("runs"), a.runs);
   if constexpr (requires { a.t.runs; }) f(std::string("runs"), a.t.runs);
+  if constexpr (requires { a.window; }) f(std::string("window"), a.window);
 }
 
 /// Calls f(name, scalar) for each scalar of an op's quantised weights.
@@ -127,6 +128,10 @@ class ScalarReader {
         return refuse(name, "a list of (sequence, first_row, count) with one at least", given);
       for (const auto& [sequence, first_row, count] : table) runs_.push_back({sequence, first_row, count});
       value = runs_;
+    } else if constexpr (std::is_same_v<T, KeyWindow>) {
+      std::pair<std::int64_t, std::int64_t> window;
+      if (!nb::try_cast(given, window)) return refuse(name, "(keys, sinks)", given);
+      value = {window.first, window.second};
     } else if constexpr (std::is_same_v<T, ModelSpec>) {
       std::string text;
       if (!nb::try_cast(given, text)) return refuse(name, "the text of a config.json", given);
@@ -207,14 +212,17 @@ Status bind_tensor(const std::string& op, std::string_view name, View& view, con
   return {};
 }
 
-/// Calls f(spec, view) for each tensor of an op's arguments. A linear's residual, RoPE's table and learned positions
-/// are among them, given or not: the contract's check says best what is wrong with one.
+/// Calls f(spec, view) for each tensor of an op's arguments. A linear's residual, RoPE's table, learned positions and a
+/// table of pages are among them, given or not: the contract's check says best what is wrong with one.
 template <class Op, class F>
 void for_each_tensor(typename Op::Args& args, F&& f) {
   auto dims = Op::dims(args);
   if constexpr (requires { dims.residual; }) dims.residual = true;
   if constexpr (requires { dims.rotary_dim; }) dims.rotary_dim = std::max<std::int64_t>(dims.rotary_dim, 2);
   if constexpr (requires { dims.position_rows; }) dims.position_rows = std::max<std::int64_t>(dims.position_rows, 1);
+  constexpr PageSizes kOne{.pages = 1, .page_entries = 1};
+  if constexpr (requires { dims.pool; }) dims.pool = kOne;
+  if constexpr (requires { dims.step.pool; }) dims.step.pool = kOne;
   Op::tensors(dims, args, [&](const TensorSpec& spec, auto& view, const auto&) { f(spec, view); });
 }
 
@@ -478,7 +486,7 @@ std::pair<std::vector<ExampleTensor>, nb::dict> example(int bits) {
       scalars[name.c_str()] = name_in(kEpilogues, value);
     else if constexpr (std::is_same_v<T, ops::QkvLayout>)
       scalars[name.c_str()] = name_in(kLayouts, value);
-    else if constexpr (std::is_same_v<T, RowRuns>)
+    else if constexpr (std::is_same_v<T, RowRuns> || std::is_same_v<T, KeyWindow>)
       return;  // an example has none
     else
       scalars[name.c_str()] = value;

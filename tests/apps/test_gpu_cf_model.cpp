@@ -118,8 +118,9 @@ TEST_CASE("cf-model on the GPU: every impl steps to the oracle's ids, those of o
 TEST_CASE("cf-model on the GPU: the same prompt gives the same ids, and a seed the same draws", "[gpu][cf-model]") {
   const std::string greedy = "generate " + d80 + "--stop none --max-new-tokens 30 --prompt-ids 1,2,3 ";
   CHECK(on_gpu(greedy).out == on_gpu(greedy).out);
-  // One chunk of a prompt or many change its sums' order, which the check allows for.
+  // One chunk of a prompt or many change its sums' order, which the check allows for, but not in an invariant model.
   on_gpu(greedy + "--chunk 2 --check");
+  CHECK(on_gpu(greedy + "--chunk 2 --invariant").out == on_gpu(greedy + "--slots 9 --invariant").out);
   const std::string sampled =
       greedy + "--temperature 2 --top-k 40 --top-p 0.95 --min-p 0.001 --repetition-penalty 1.1 ";
   const std::string first = on_gpu(sampled + "--seed 3").out;
@@ -285,26 +286,43 @@ TEST_CASE("cf-model bench on the GPU: table, JSON and CSV", "[gpu][cf-model]") {
   CHECK(cold["results"][0]["decode_percent_of_read"] < 105);
 }
 
+TEST_CASE("cf-model bench --score on the GPU", "[gpu][cf-model]") {
+  const Json report = json_of("bench --preset pythia-160m --prompt-len 40,600 --score 1,40 --slots 1,9 --texts 20");
+  check_machine(report);
+  REQUIRE(report["results"].size() == 8);
+  for (const Json& row : report["results"]) {
+    CAPTURE(row.dump());
+    CHECK(double(row["score_ms"]) > 0);
+    CHECK(double(row["percent_of_prefill"]) > 0);
+  }
+}
+
 TEST_CASE("cf-model info on the GPU: bytes, memory, slots and the impl that auto chooses", "[gpu][cf-model]") {
   const std::string out = on_gpu("info " + d80).out;
   CAPTURE(out);
   // Keys and values of 160 numbers in two layers, two bytes each.
   for (const char* part :
        {"cache, float16", "1.3 kB a token", "activations, float16", "GPU", "free memory", "slots that fit", "| impl",
-        "graph for 1 to 64 slots", "| products of many tokens", "libcublasLt"})
+        "graph for 1 to 1024 slots", "| products of many tokens", "libcublasLt", "| a row's bits are the same",
+        "in steps of 1 to 8, 9 to 128, 129 to 512, 513 or more tokens", "| in attention"})
     CHECK(out.find(part) != std::string::npos);
-  CHECK(on_gpu("info --preset pythia-2.8b").out.find("persistent for 1 to 4 slots, graph for 5 to 64 slots") !=
+  const std::string invariant = on_gpu("info --invariant " + d80).out;
+  CHECK(invariant.find("in steps of 1 or more tokens") != std::string::npos);
+  CHECK(invariant.find("in runs of 1 or more tokens") != std::string::npos);
+  CHECK(on_gpu("info --preset pythia-2.8b").out.find("persistent for 1 to 4 slots, graph for 5 to 1024 slots") !=
         std::string::npos);
   CHECK(on_gpu("info --preset pythia-2.8b --quant gptq").out.find("GPTQ of 4 bits, group 128") != std::string::npos);
   // float32 weights leave one impl for any number of slots.
-  CHECK(on_gpu("info --preset pythia-14m --dtype f32").out.find("graph for 1 to 64 slots") != std::string::npos);
-  CHECK(on_gpu("info --preset pythia-14m --impl unfused").out.find("unfused for 1 to 64 slots") != std::string::npos);
+  CHECK(on_gpu("info --preset pythia-14m --dtype f32").out.find("graph for 1 to 1024 slots") != std::string::npos);
+  CHECK(on_gpu("info --preset pythia-14m --impl unfused").out.find("unfused for 1 to 1024 slots") != std::string::npos);
 }
 
 TEST_CASE("cf-model on the GPU refuses bad input in one line", "[gpu][cf-model][bad]") {
   const std::string generate = "generate " + d80;
   check_refusal(generate + "--prompt-ids 1 --activation float32", "--activation: expected with --backend cpu");
   check_refusal(generate + "--prompt-ids 1 --threads 2", "--threads: expected with --backend cpu");
+  check_refusal(generate + "--prompt-ids 1 --impl layer --invariant",
+                "invariant: expected the impl graph or unfused, got layer");
   check_refusal(generate + "--prompt-ids 1 --impl fast", "--impl: expected auto, unfused, graph, split, layer");
   check_refusal(generate + "--prompt-ids 1,128", "prompt[1]: expected an id of 0 to 127, got 128");
   check_refusal(generate + "--prompt-ids 1,-1", "prompt[1]: expected an id of 0 to 127, got -1");

@@ -159,6 +159,13 @@ TEST_CASE("Whole prompts share passes while no one runs, and a prompt that joins
   took({{5, 1, 9}, {30}, {3}});
   taken(d.decode(2));
   took({{1, 1, 1, 1, 1}, {1, 1, 1, 1, 1}});
+  // A turn in which no one runs reads all prompts, too.
+  auto first = std::make_unique<AheadRunner>(tiny.model(options));
+  std::vector<std::vector<std::int64_t>>& turn = first->steps;
+  Decoder idle(std::move(first));
+  for (std::size_t i = 0; i < 4; ++i) taken(idle.add(ids_of(lengths[i], i), sampled(i, 2)));
+  CHECK(taken(idle.decode(1)).size() == 4);
+  CHECK(turn == std::vector<std::vector<std::int64_t>>{{5, 1, 9}, {30}});
   taken(d.add(ids_of(lengths[5], 5), sampled(5, 4)));
   CHECK(taken(d.decode(9)).size() == 5 * 9 + 2);
   took({{1, 1, 1, 1, 1},

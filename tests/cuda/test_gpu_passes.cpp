@@ -1,12 +1,14 @@
 // Passes on the GPU: prompts of any lengths and running tokens that share them, beside each sequence alone.
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <optional>
 #include <random>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "core/model/slot_lease.hpp"
 #include "tests/cuda/small_model.hpp"
 #include "tests/support/refusal.hpp"
 
@@ -209,6 +211,7 @@ TEST_CASE("passes on the GPU: in random schedules every sequence gets the ids th
   const Small small;
   const Model::Options options{.slots = 5, .capacity = 96, .chunk = 48, .impl = impl};
   Alone alone(small, options);
+  const auto shared = std::make_shared<SharedRunner>(small.model(options));
   std::mt19937 random(7);
   const auto below = [&](std::uint32_t n) { return std::uint32_t(random() % n); };
   int stopped = 0, joined = 0;
@@ -216,7 +219,7 @@ TEST_CASE("passes on the GPU: in random schedules every sequence gets the ids th
     DecoderOptions o;
     if (below(3)) o.step_tokens = below(4) ? 1 + below(60) : 0;
     CAPTURE(to_string(impl), round, o.step_tokens.value_or(-1));
-    Decoder d(small.model(options), o);
+    Decoder d(taken(SlotLease::create(shared, options.slots)), o);
     struct Sequence {
       Ids prompt;
       std::size_t i;
@@ -312,4 +315,47 @@ TEST_CASE("passes on the GPU: between two passes a call can be ended, and the sl
   });
   require_ok(model->run(prompts.runs, prompts.ids, {}));
   CHECK(embeddings == 4);
+}
+
+TEST_CASE("passes on the GPU: of 300 slots the first ones step by themselves, and slots behind them join and leave",
+          "[gpu][passes]") {
+  const Impl impl = GENERATE(Impl::graph, Impl::unfused);
+  CAPTURE(to_string(impl));
+  const Small small;
+  const auto model = small.model({.slots = 300, .capacity = 64, .impl = impl});
+  std::map<std::int64_t, Ids> sequences;
+  const auto step = [&] {
+    std::vector<ModelRunner::Token> tokens;
+    for (auto& [slot, ids] : sequences) {
+      tokens.push_back({slot, std::int32_t((slot + std::int64_t(ids.size())) % kVocab), std::int64_t(ids.size())});
+      ids.push_back(tokens.back().id);
+    }
+    require_ok(model->step(tokens));
+    std::vector<ModelRunner::Draw> draws;
+    for (const auto& [slot, ids] : sequences)
+      draws.push_back(
+          {.slot = slot, .sampling = {}, .sequence = 0, .position = std::int64_t(ids.size()), .history = {}});
+    for (const auto& id : model->choose(draws)) taken(id);
+  };
+  const auto check = [&] {
+    for (const auto& [slot, ids] : sequences) {
+      CAPTURE(slot, ids.size());
+      check_rows(row_of(*model, slot), reference_of(small, ids), std::int64_t(ids.size()) - 1);
+    }
+  };
+  // The last slot of 128, of 256 and of all.
+  for (std::int64_t slot : {3, 127, 128, 255, 256, 299}) {
+    sequences[slot] = ids_of(4 + slot % 5, std::uint64_t(slot));
+    require_ok(model->prefill(slot, 0, sequences[slot]));
+    step();
+    step();
+    check();
+  }
+  while (sequences.size() > 1) {
+    const std::int64_t last = sequences.rbegin()->first;
+    model->release(last);
+    sequences.erase(last);
+    step();
+    check();
+  }
 }

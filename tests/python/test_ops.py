@@ -262,7 +262,20 @@ def test_float32_is_within_the_contracts_budget(path):
 
 def is_activation(name, value):
     """Whether an argument of an Outcome in float32 was float64: tables and weights keep their dtype."""
-    weights = ("gamma", "beta", "q_gamma", "k_gamma", "weight", "bias", "cos", "sin", "gamma1", "beta1", "gamma2", "beta2")
+    weights = (
+        "gamma",
+        "beta",
+        "q_gamma",
+        "k_gamma",
+        "weight",
+        "bias",
+        "cos",
+        "sin",
+        "gamma1",
+        "beta1",
+        "gamma2",
+        "beta2",
+    )
     return getattr(value, "dtype", None) == np.float32 and name not in weights
 
 
@@ -324,7 +337,11 @@ def test_rope_table_is_hugging_faces():
             ops.rope_table(**{"rows": 4, "rotary_dim": 8, "theta": 1e4, **bad})
 
 
-RUNS_OPS = {"kv_append", "rope_append", "ln_qkv", "ln_qkv_heads", "attention", "decode_layer"}
+# What a step may have: an op's options that its example has not.
+STEP_OPTIONS = dict.fromkeys(("rope_append", "ln_qkv", "decode_layer"), {"runs", "page_table"})
+STEP_OPTIONS["ln_qkv_heads"] = {"runs"}
+STEP_OPTIONS["kv_append"] = {"runs", "page_table", "window"}
+STEP_OPTIONS["attention"] = {"runs", "page_table", "window", "q_sinks"}
 
 
 @pytest.mark.parametrize("op", _core.ops())
@@ -340,8 +357,7 @@ def test_a_function_has_the_contracts_names_and_text(op):
     positions = {"position_table", "positions"}
     extra = {"embedding": {"dtype", *positions}, "linear": {"residual"}, "ln_qkv_heads": {"heads", "kv_heads"}}
     extra["rope"] = {"kv_heads"}
-    runs = {"runs"} if op in RUNS_OPS else set()
-    assert set(parameters) - set(inputs) - set(scalars) == extra.get(op, set()) | runs
+    assert set(parameters) - set(inputs) - set(scalars) == extra.get(op, set()) | STEP_OPTIONS.get(op, set())
     in_order = [name for name in parameters if name in inputs]
     assert in_order == inputs
     text = inspect.getdoc(function)

@@ -113,6 +113,53 @@ def test_a_decode_step_compiles_in_one_graph():
         assert not torch.equal(before, k_cache)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_runs_pages_and_windows_are_those_of_the_functions(backend):
+    heads, head_dim, page = 2, 16, 4
+    runs = [(2, 0, 1), (0, 1, 5), (1, 6, 2)]
+    kv_len = torch.tensor([9, 4, 7], dtype=torch.int32)
+    table = torch.tensor([[7, 2, 4], [0, -1, -1], [5, 1, -1]], dtype=torch.int32)
+    torch.manual_seed(1)
+    qkv, q_sinks = torch.randn(8, 3 * heads, 1, head_dim), torch.randn(8, heads, head_dim)
+    cos, sin = map(torch.from_numpy, ops.rope_table(12, head_dim))
+    positions = torch.tensor([6, 4, 5, 6, 7, 8, 2, 3], dtype=torch.int32)
+    pools = torch.randn(2, 9, heads, page, head_dim)
+
+    def step(made, qkv, k_cache, v_cache, runs, page_table, window, q_sinks):
+        step = {"runs": runs, "page_table": page_table}
+        q = made.rope_append(qkv, cos, sin, positions, kv_len, k_cache, v_cache, layout="separate", **step)
+        return made.attention(
+            q, k_cache, v_cache, kv_len, scale=0.25, max_kv_len=12, **step, window=window, q_sinks=q_sinks
+        )
+
+    for page_table, window, sinks in ((table, None, None), (None, (3, 0), None), (table, (3, 2), q_sinks)):
+        expected_caches, caches = pools.clone(), pools.clone()
+        if page_table is None:
+            expected_caches, caches = (c[:, :3].repeat(1, 1, 1, 3, 1).contiguous() for c in (expected_caches, caches))
+        expected = step(ops, qkv, *expected_caches, runs, page_table, window, sinks)
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            lambda qkv, k, v, runs: step(torch_ops, qkv, k, v, runs, page_table, window, sinks),
+            fullgraph=True,
+            backend=backend,
+        )
+        assert torch.equal(compiled(qkv, *caches, runs), expected)
+        assert torch.equal(caches, expected_caches)
+        # Other runs compile another graph.
+        others = [(0, 0, 1), (1, 1, 3), (2, 4, 4)]
+        caches = expected_caches.clone()
+        expected = step(ops, qkv, *expected_caches, others, page_table, window, sinks)
+        assert torch.equal(compiled(qkv, *caches, others), expected)
+    k, v = torch.randn(2, 8, heads, head_dim)
+    torch.library.opcheck(
+        torch.ops.cf_ops.kv_append.default,
+        (k, v, kv_len, *pools),
+        {"runs": [list(run) for run in runs], "page_table": table},
+    )
+    with pytest.raises(ValueError, match=r"kv_append: runs: expected 8 rows in all, got 1"):
+        torch_ops.kv_append(k, v, kv_len, *pools, runs=[(0, 0, 1)], page_table=table)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_fused_layernorm_residual(dtype, weight_dtype):
