@@ -1,5 +1,6 @@
-// Within a class of step sizes a row has the same bits on the GPU, whatever the number of rows and its place among them;
-// in an invariant model it has them in steps of any size. Products of many tokens need cuBLASLt, as test_gpu_gemm does.
+// Within a class of step sizes a row has the same bits on the GPU, whatever the number of rows and its place among
+// them; in an invariant model it has them in steps of any size. Products of many tokens need cuBLASLt, as those of
+// test_gpu_gemm do.
 #include <cstring>
 #include <memory>
 #include <string>
