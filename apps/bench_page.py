@@ -306,9 +306,13 @@ def no_share(report):
 
 
 def model_table(results):
-    """The rows of cf-model bench. On a GPU each has the impl of its steps, and beside other models its own."""
+    """The rows of cf-model bench. On a GPU each has the impl of its steps, and beside other models its own. With
+    --joiner-len a row has how long a prompt that joins stops the others."""
     names = {"model": "model", "dtype": "dtype", "impl": "impl"}
     names |= {"prompt_len": "prompt", "new_tokens": "new", "slots": "slots"}
+    joiner = {"stall_ms": "stall ms", "joiner_ttft_ms": "joiner TTFT ms"}
+    if not any("stall_ms" in r for r in results):
+        joiner = {}
     texts = [key for key in names if key in results[0]]
     rows = [
         [
@@ -316,11 +320,12 @@ def model_table(results):
             *(f"{r[key]:.{2 if 'impl' in r else 1}f}" for key in ("ttft_ms", "tpot_ms", "inter_token_p99_ms")),
             f"{r['tokens_per_s']:.1f}",
             f"{r['decode_percent_of_read']:.0f} %",
+            *(f"{r[key]:.2f}" if key in r else "-" for key in joiner),
         ]
         for r in results
     ]
     headers = [*(names[key] for key in texts), "TTFT ms", "TPOT ms", "p99 ms", "tokens/s"]
-    return table([*headers, "decode, of the streaming read"], rows)
+    return table([*headers, "decode, of the streaming read", *joiner.values()], rows)
 
 
 def cpu_model(figures):

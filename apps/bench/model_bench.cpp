@@ -16,7 +16,8 @@ using Clock = std::chrono::steady_clock;
 
 double milliseconds(Clock::duration d) { return std::chrono::duration<double, std::milli>(d).count(); }
 
-/// Ids that spread over the vocabulary, the same for the same slot.
+}  // namespace
+
 std::vector<std::int32_t> prompt_of(std::int64_t length, std::int64_t slot, std::int64_t vocab_size) {
   std::vector<std::int32_t> ids;
   for (std::int64_t i = 0; i < length; ++i)
@@ -24,8 +25,6 @@ std::vector<std::int32_t> prompt_of(std::int64_t length, std::int64_t slot, std:
         std::int32_t((std::uint64_t(i + 1) * 2654435761u + std::uint64_t(slot) * 40503u) % std::uint64_t(vocab_size)));
   return ids;
 }
-
-}  // namespace
 
 double ModelTiming::best_read() const { return *std::max_element(read_bytes_per_s.begin(), read_bytes_per_s.end()); }
 

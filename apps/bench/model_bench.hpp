@@ -33,6 +33,9 @@ struct ModelTiming {
   double percent_of_read() const;
 };
 
+/// Ids that spread over the vocabulary, the same for the same slot.
+std::vector<std::int32_t> prompt_of(std::int64_t length, std::int64_t slot, std::int64_t vocab_size);
+
 /// A prompt that joins sequences which decode: how long these wait for it.
 struct JoinerTiming {
   Spread stall_ms;        // over the runs: the longest time between two steps of the others until its first id

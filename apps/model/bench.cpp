@@ -5,6 +5,7 @@
 
 #include "apps/bench/model_bench.hpp"
 #include "apps/bench/report_file.hpp"
+#include "apps/bench/score_bench.hpp"
 #include "apps/cli/program.hpp"
 #include "apps/cli/sweep.hpp"
 #include "apps/cli/table.hpp"
@@ -16,41 +17,85 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-struct Row {
-  std::string impl;  // of a GPU's steps; empty on the CPU
-  ModelLoad load;
-  ModelTiming timing;
-  std::optional<JoinerTiming> joiner{};
-};
-
-/// A row's figures by the names of JSON and CSV.
-Json fields(const Row& r) {
-  const ModelTiming& t = r.timing;
+/// A row's figures by the names of JSON and CSV. `impl` is that of a GPU's steps, empty on the CPU.
+Json fields(const std::string& impl, const ModelLoad& load, const ModelTiming& t,
+            const std::optional<JoinerTiming>& joiner) {
   const double total_s = t.total_ms.median * 1e-3;
   Json j = Json::object();
-  if (!r.impl.empty()) j["impl"] = r.impl;
-  j.update({{"prompt_len", r.load.prompt_len},
-            {"new_tokens", r.load.new_tokens},
-            {"slots", r.load.slots},
+  if (!impl.empty()) j["impl"] = impl;
+  j.update({{"prompt_len", load.prompt_len},
+            {"new_tokens", load.new_tokens},
+            {"slots", load.slots},
             {"ttft_ms", t.first_token_ms.median},
             {"tpot_ms", t.time_per_token_ms},
             {"inter_token_p50_ms", t.token_ms.median},
             {"inter_token_p90_ms", t.inter_token_p90_ms},
             {"inter_token_p99_ms", t.token_ms.p99},
             {"total_ms", t.total_ms.median},
-            {"tokens_per_s", t.tokens_per_s(r.load)},
+            {"tokens_per_s", t.tokens_per_s(load)},
             {"gflop", (t.prompt.flops + t.steps.flops) * 1e-9},
             {"tflop_per_s", (t.prompt.flops + t.steps.flops) * 1e-12 / total_s},
             {"prefill_tflop_per_s", t.prompt.flops * 1e-9 / t.first_token_ms.median},
             {"decode_bytes", t.steps.bytes},
             {"read_best_gb_per_s", t.best_read() * 1e-9},
             {"decode_percent_of_read", t.percent_of_read()}});
-  if (r.joiner) {
-    j["stall_ms"] = r.joiner->stall_ms.median;
-    j["joiner_ttft_ms"] = r.joiner->first_token_ms.median;
+  if (joiner) {
+    j["stall_ms"] = joiner->stall_ms.median;
+    j["joiner_ttft_ms"] = joiner->first_token_ms.median;
   }
   return j;
 }
+
+/// The same of scores.
+Json fields(std::int64_t slots, const ScoreLoad& load, const ScoreTiming& t) {
+  return {{"prompt_len", load.prompt_len},
+          {"scored", load.scored},
+          {"slots", slots},
+          {"texts", load.texts},
+          {"score_ms", t.score_ms.median},
+          {"prefill_ms", t.prefill_ms.median},
+          {"score_ids_per_s", t.score_ids_per_s(load)},
+          {"prefill_ids_per_s", t.prefill_ids_per_s(load)},
+          {"percent_of_prefill", t.percent_of_prefill()}};
+}
+
+/// A column of the table: what it shows of a row's figures.
+struct Column {
+  const char *header, *key;
+  int digits = 0;
+};
+
+std::vector<Column> columns_of(bool scores, bool has_impl, bool has_joiner) {
+  if (scores)
+    return {{"prompt", "prompt_len"},
+            {"scored", "scored"},
+            {"slots", "slots"},
+            {"texts", "texts"},
+            {"score ms", "score_ms", 2},
+            {"prefill ms", "prefill_ms", 2},
+            {"score ids/s", "score_ids_per_s"},
+            {"prefill ids/s", "prefill_ids_per_s"},
+            {"% of prefill", "percent_of_prefill", 1}};
+  std::vector<Column> columns{{"prompt", "prompt_len"},
+                              {"new", "new_tokens"},
+                              {"slots", "slots"},
+                              {"TTFT ms", "ttft_ms", 2},
+                              {"TPOT ms", "tpot_ms", 3},
+                              {"p50 ms", "inter_token_p50_ms", 3},
+                              {"p90 ms", "inter_token_p90_ms", 3},
+                              {"p99 ms", "inter_token_p99_ms", 3},
+                              {"total ms", "total_ms", 1},
+                              {"tokens/s", "tokens_per_s", 1},
+                              {"GFLOP", "gflop", 2},
+                              {"TFLOP/s", "tflop_per_s", 4},
+                              {"% of read", "decode_percent_of_read", 1}};
+  if (has_impl) columns.insert(columns.begin(), {"impl", "impl"});
+  if (has_joiner) columns.insert(columns.end(), {{"stall ms", "stall_ms", 2}, {"joiner TTFT ms", "joiner_ttft_ms", 2}});
+  return columns;
+}
+
+/// The ids that the texts of a run have in all, where their number is not given.
+constexpr std::int64_t kScoredIds = 8192;
 
 }  // namespace
 
@@ -64,6 +109,13 @@ Bench::Bench(CommandLine& line) {
   line.integer("--joiner-len", joiner_len_, {1, kMaxCapacity / 2},
                "Ids of a prompt that joins while the other slots decode: the table has how long these wait for it at "
                "most, and its time to the first id");
+  line.text(
+      "--score", scored_,
+      "Time log-probabilities of given ids in place of new tokens, beside a prefill of the same ids: how many of a "
+      "text's last ids are scored. A text is a prompt and one more id. Numbers and ranges",
+      "LIST");
+  line.integer("--texts", texts_, {1, 1 << 20},
+               fmt::format("With --score: texts; when left out about {} ids of them", kScoredIds));
   line.integer("--runs", runs_, {1, 1'000'000}, "Timed runs of each configuration; when left out 3, on a GPU 5");
   line.integer("--warmup", warmup_, {0, 1'000'000}, "Runs before the timed ones; when left out 1, on a GPU 2");
   declare_serving(line, model_);
@@ -75,6 +127,10 @@ Bench::Bench(CommandLine& line) {
   line.example("A prompt of 1024 ids on a GPU", "cf-model bench --preset pythia-2.8b --prompt-len 1024 --device cuda");
   line.example("How long a prompt of 2048 ids stops seven running sequences",
                "cf-model bench --preset pythia-2.8b --slots 8 --new-tokens 1 --joiner-len 2048 --device cuda");
+  line.example("The log-probabilities of a hundred texts' last 16 ids",
+               "cf-model bench --preset pythia-14m --prompt-len 64 --score 16 --texts 100 --runs 1");
+  line.needs("--texts", "--score");
+  for (const char* option : {"--new-tokens", "--joiner-len"}) line.excludes("--score", option);
   line.check([this](Faults& faults) {
     const auto take = [&](const char* option, const std::string& text, std::int64_t most,
                           std::vector<std::int64_t>& to) {
@@ -87,29 +143,36 @@ Bench::Bench(CommandLine& line) {
     take("--slots", slots_, kMaxSlots, batches_);
     if (joiner_len_ && !batches_.empty() && std::ranges::min(batches_) == 1)
       faults.expected("--slots", "at least 2 with --joiner-len", "1");
+    if (scored_.empty()) return;
+    outputs_.clear();
+    take("--score", scored_, kMaxCapacity / 2, outputs_);
+    if (prompts_.empty() || outputs_.empty()) return;
+    const std::int64_t shortest = std::ranges::min(prompts_), most = std::ranges::max(outputs_);
+    if (most > shortest)
+      faults.expected("--score", fmt::format("at most the {} ids of the shortest prompt", shortest),
+                      std::to_string(most));
   });
 }
 
 int Bench::run(const std::string& command) {
+  const bool scores = !scored_.empty();
   const std::int64_t longest = std::ranges::max(prompts_);
   // Whoever decodes while a prompt joins gets a token for each piece of it, which may be one id.
-  const std::int64_t capacity = std::max(longest + std::ranges::max(outputs_) - 1,
-                                         joiner_len_ ? longest + *joiner_len_ + 2 * kStepsBesideJoiner : 0);
-  std::vector<std::string> headers{"prompt", "new",      "slots",    "TTFT ms", "TPOT ms", "p50 ms",   "p90 ms",
-                                   "p99 ms", "total ms", "tokens/s", "GFLOP",   "TFLOP/s", "% of read"};
-  if (model_.cuda()) headers.insert(headers.begin(), "impl");
-  if (joiner_len_) headers.insert(headers.end(), {"stall ms", "joiner TTFT ms"});
+  const std::int64_t capacity = scores ? longest
+                                       : std::max(longest + std::ranges::max(outputs_) - 1,
+                                                  joiner_len_ ? longest + *joiner_len_ + 2 * kStepsBesideJoiner : 0);
+  const std::vector<Column> columns = columns_of(scores, model_.cuda(), joiner_len_.has_value());
+  std::vector<std::string> headers;
+  for (const Column& c : columns) headers.push_back(c.header);
   Table table(headers);
   const std::int64_t runs = runs_.value_or(model_.cuda() ? 5 : 3), warmup = warmup_.value_or(model_.cuda() ? 2 : 1);
   Result<RunningModel> running = load_for(model_, *std::max_element(batches_.begin(), batches_.end()), capacity);
   if (!running) return fail(running.status());
   const checkpoint::LoadedModel& loaded = running->loaded;
   DType activation = DType::f32;
-  std::vector<Row> rows;
+  std::vector<Json> rows;
   const auto write_files = [&](bool complete) -> Status {
     CF_TRY(write_report(json_, complete, [&] {
-      Json results = Json::array();
-      for (const Row& r : rows) results.push_back(fields(r));
       Json report = {
           {"program", "cf-model bench"}, {"version", CF_VERSION}, {"commit", commit()}, {"command", command}};
       add_machine(report, model_, *running, activation);
@@ -123,13 +186,12 @@ int Bench::run(const std::string& command) {
       report["capacity"] = capacity;  // entries of a slot's cache, in all configurations
       if (joiner_len_) report["joiner_len"] = *joiner_len_;
       report["complete"] = complete;
-      report["results"] = std::move(results);
+      report["results"] = rows;
       return report.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
     }));
     return write_report(csv_, complete, [&] {
       std::string text;
-      for (const Row& r : rows) {
-        const Json row = fields(r);
+      for (const Json& row : rows) {
         if (text.empty())
           for (const auto& [key, value] : row.items()) text += (text.empty() ? "" : ",") + key;
         std::string line;
@@ -151,45 +213,42 @@ int Bench::run(const std::string& command) {
     if (const Status s = start_model(model_, slots, capacity, *running); !s) return fail(s);
     // The device holds the weights from here on.
     if (running->device && i + 1 == batches_.size()) running->loaded.drop_values();
-    Decoder decoder(std::move(running->model), decoder_options(model_));
-    activation = decoder.activation();
+    activation = running->model->activation();
+    const std::shared_ptr<SlotLease> lease = SlotLease::of_all(std::move(running->model));
+    Decoder decoder(lease, decoder_options(model_));
+    const auto time = [&](std::int64_t prompt_len, std::int64_t n, const std::function<void()>& done) -> Result<Json> {
+      if (scores) {
+        const std::int64_t texts = texts_.value_or(std::max(slots, (kScoredIds + prompt_len - 1) / prompt_len));
+        const ScoreLoad load{.prompt_len = prompt_len, .scored = n, .texts = texts};
+        CF_TRY_ASSIGN(const ScoreTiming timed, time_scores(lease, load, runs, warmup, done));
+        return fields(slots, load, timed);
+      }
+      const ModelLoad load{prompt_len, n, slots};
+      CF_TRY_ASSIGN(const ModelTiming timed, time_model(decoder, loaded.weights, load, runs, warmup, read_rate, done));
+      std::optional<JoinerTiming> joiner;
+      if (joiner_len_) {
+        CF_TRY_ASSIGN(joiner, time_joiner(decoder, load, *joiner_len_, runs, warmup, done));
+      }
+      return fields(running->impl, load, timed, joiner);
+    };
     for (std::int64_t prompt_len : prompts_)
-      for (std::int64_t new_tokens : outputs_) {
-        Row row{.impl = running->impl, .load = {prompt_len, new_tokens, slots}, .timing = {}};
+      for (std::int64_t n : outputs_) {
         {
           std::int64_t done = 0;
-          Progress progress(fmt::format("prompt {}, {} new, {} slots", prompt_len, new_tokens, slots),
+          Progress progress(fmt::format("prompt {}, {} {}, {} slots", prompt_len, n, scores ? "scored" : "new", slots),
                             (warmup + runs) * (joiner_len_ ? 2 : 1));
-          const auto count = [&] { progress.set(++done); };
-          Result<ModelTiming> timed = time_model(decoder, loaded.weights, row.load, runs, warmup, read_rate, count);
+          Result<Json> timed = time(prompt_len, n, [&] { progress.set(++done); });
           if (!timed) return fail(timed.status());
-          if (joiner_len_) {
-            Result<JoinerTiming> joined = time_joiner(decoder, row.load, *joiner_len_, runs, warmup, count);
-            if (!joined) return fail(joined.status());
-            row.joiner = *joined;
-          }
           if (const Status s = loaded.check_files(); !s) return fail(s);
-          row.timing = std::move(*timed);
+          rows.push_back(std::move(*timed));
         }
-        const Json f = fields(row);
-        const auto cell = [&](const char* key, int digits) { return fmt::format("{:.{}f}", double(f[key]), digits); };
-        std::vector<std::string> cells{std::to_string(prompt_len),
-                                       std::to_string(new_tokens),
-                                       std::to_string(slots),
-                                       cell("ttft_ms", 2),
-                                       cell("tpot_ms", 3),
-                                       cell("inter_token_p50_ms", 3),
-                                       cell("inter_token_p90_ms", 3),
-                                       cell("inter_token_p99_ms", 3),
-                                       cell("total_ms", 1),
-                                       cell("tokens_per_s", 1),
-                                       cell("gflop", 2),
-                                       cell("tflop_per_s", 4),
-                                       cell("decode_percent_of_read", 1)};
-        if (!row.impl.empty()) cells.insert(cells.begin(), row.impl);
-        if (row.joiner) cells.insert(cells.end(), {cell("stall_ms", 2), cell("joiner_ttft_ms", 2)});
+        std::vector<std::string> cells;
+        for (const Column& c : columns) {
+          const Json& value = rows.back()[c.key];
+          cells.push_back(value.is_string() ? value.get<std::string>()
+                                            : fmt::format("{:.{}f}", value.get<double>(), c.digits));
+        }
         table.add(cells);
-        rows.push_back(std::move(row));
         if (const Status s = write_files(false); !s) return fail(s);
       }
   }

@@ -61,7 +61,7 @@ class Evaluate {
 };
 
 /// Time to first token, time per token and throughput over prompts, outputs and slots; how long a prompt that joins
-/// stops the others.
+/// stops the others. Or the time of scores.
 class Bench {
  public:
   explicit Bench(CommandLine& line);
@@ -69,9 +69,9 @@ class Bench {
 
  private:
   ModelOptions model_;
-  std::string prompt_lens_ = "128", new_tokens_ = "32", slots_ = "1", json_, csv_;
-  std::optional<std::int64_t> runs_, warmup_, joiner_len_;
-  std::vector<std::int64_t> prompts_, outputs_, batches_;
+  std::string prompt_lens_ = "128", new_tokens_ = "32", slots_ = "1", scored_, json_, csv_;
+  std::optional<std::int64_t> texts_, runs_, warmup_, joiner_len_;
+  std::vector<std::int64_t> prompts_, outputs_, batches_;  // outputs: new tokens, or ids that are scored
 };
 
 /// A model's sizes, bytes and what fits this machine.

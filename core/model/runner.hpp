@@ -33,6 +33,11 @@ struct StepLogits {
 /// What is asked of a step's log-probabilities, and what a row of logits says: core/model/score.hpp.
 struct ScoreRequest;
 struct RowScore;
+/// How prompts that are scored are best cut for a runner.
+struct ScoreSizes {
+  std::int64_t piece = 128;  // ids of a prompt that a step reads
+  std::int64_t rows = 0;     // rows of logits that a step makes at most, where a piece has no more
+};
 
 /// What a decoder asks of a backend: a model on one device, with a KV cache of `slots` sequences. Each slot is
 /// one row of a step's batch, also while no sequence holds the slot.
@@ -105,6 +110,9 @@ class ModelRunner {
   /// the host score them; a backend may do without.
   virtual Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
                                               const ScoreRequest& request);
+  /// The sizes of such calls that ask for `top` likely ids. The CPU reads longer pieces no faster: a prompt of 512 ids
+  /// goes through Pythia-160M at 238 ids/s in pieces of 64, at 269 of 128, 273 of 256, 265 of 512.
+  virtual ScoreSizes score_sizes([[maybe_unused]] std::int64_t top) const { return {}; }
 
   /// Chooses the next id of each draw's slot. A choice that fails, for example among logits that are NaN, has a Status
   /// of its own.

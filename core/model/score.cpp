@@ -171,6 +171,7 @@ struct Scorer::State {
   std::shared_ptr<SlotLease> slots;
   std::vector<ScorePrompt> prompts;
   ScoreOptions options;
+  std::int64_t most_rows = 0;      // of a step
   std::vector<std::size_t> order;  // prompts, those that share pieces one after the other
   std::vector<Group> groups;
   std::vector<Reader> readers;  // by slot
@@ -259,7 +260,7 @@ Result<Scorer> Scorer::create(std::shared_ptr<SlotLease> slots, std::vector<Scor
   CF_TRY_ASSIGN(ModelRunner* const runner, slots->runner());
   const std::int64_t vocab = runner->model().shape.vocab_size;
   const EntryLimit limit = runner->limit();
-  if (options.piece < 1) return refused("piece: expected at least 1, got " + std::to_string(options.piece));
+  if (options.piece < 0) return refused("piece: expected at least 0, got " + std::to_string(options.piece));
   if (options.top < 0 || options.top > vocab)
     return refused("top: expected " + range(0, vocab) + ", got " + std::to_string(options.top));
   for (std::size_t i = 0; i < prompts.size(); ++i) {
@@ -279,7 +280,9 @@ Result<Scorer> Scorer::create(std::shared_ptr<SlotLease> slots, std::vector<Scor
   state->readers.resize(std::size_t(slots->slots()));
   state->slots = std::move(slots);
   state->prompts = std::move(prompts);
-  state->options = options;
+  const ScoreSizes sizes = runner->score_sizes(options.top);
+  state->options = {.piece = options.piece ? options.piece : sizes.piece, .top = options.top};
+  state->most_rows = std::max(state->options.piece, sizes.rows);
   state->scores.resize(state->prompts.size());
   state->plan();
   return Scorer(std::move(state));
@@ -307,7 +310,7 @@ Status Scorer::step() {
   for (std::size_t i = 0; i < s.readers.size(); ++i) {
     const Pass* const pass = s.next_pass(s.readers[i]);
     if (!pass) continue;
-    if (!passes.empty() && std::int64_t(next.size()) + pass->rows > s.options.piece) continue;
+    if (!passes.empty() && std::int64_t(next.size()) + pass->rows > s.most_rows) continue;
     readers.push_back(&s.readers[i]);
     passes.push_back(pass);
     runs.push_back({.sequence = (*s.slots)[std::int64_t(i)], .first_position = pass->first, .count = pass->count});

@@ -65,8 +65,8 @@ struct ScorePrompt {
 };
 
 struct ScoreOptions {
-  /// How many ids of a prompt a step reads at most, and how many rows of logits it makes at most.
-  std::int64_t piece = 128;
+  /// How many ids of a prompt a step reads at most; 0: as many as ModelRunner::score_sizes() says.
+  std::int64_t piece = 0;
   /// How many of the most likely ids are named for each scored one.
   std::int64_t top = 0;
 };
@@ -78,8 +78,8 @@ struct PromptScore {
   Status status;
 };
 
-/// Scores the ids of prompts: log p(id | the ids before it), by the formula of LogProbs. No more than `piece` rows of
-/// logits exist at a time, however many ids are scored. Not shared between threads.
+/// Scores the ids of prompts: log p(id | the ids before it), by the formula of LogProbs. A step makes no more rows of
+/// logits than a piece has ids or score_sizes() says, however many ids are scored. Not shared between threads.
 ///   A prompt is read in pieces, which begin at the multiples of `piece`, whatever it shares with others. Prompts that
 /// begin with the same pieces, of which the same ids are scored, have them read once. So a prompt's scores depend on no
 /// other prompt, bit for bit, where the runner gives a run the same alone and in a step with others.
@@ -88,7 +88,7 @@ class Scorer {
  public:
   /// Uses the slots of an open lease, and replaces what they hold. Refuses a prompt of fewer than two ids, with an id
   /// outside the vocabulary or with more ids before the last one than entry_limit() allows; `first` outside
-  /// 1 .. ids - 1; `piece` below 1; and `top` outside 0 .. vocab.
+  /// 1 .. ids - 1; `piece` below 0; and `top` outside 0 .. vocab.
   static Result<Scorer> create(std::shared_ptr<SlotLease> slots, std::vector<ScorePrompt> prompts,
                                const ScoreOptions& options = {});
   Scorer(Scorer&&) noexcept;

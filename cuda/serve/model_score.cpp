@@ -104,6 +104,7 @@ Status Model::State::ScoreCall::add(AnyView<2> hidden) {
   while (hidden.shape[0] > 0) {
     const std::int64_t count = std::min(hidden.shape[0], kScoredRows - held_);
     LaunchList launches(s_.context, s_.workspace.scratch());
+    launches.trust_addresses();
     CF_TRY(prepare_site(SiteId::final_layer_norm, rows_of(hidden, 0, count), rows_of(norm_, held_, count), launches));
     CF_TRY(launches.submit(s_.stream.get(), {.early = s_.context.overlap()}));
     held_ += count;
@@ -115,6 +116,7 @@ Status Model::State::ScoreCall::add(AnyView<2> hidden) {
 
 Status Model::State::ScoreCall::score_held() {
   LaunchList launches(s_.context, s_.workspace.scratch());
+  launches.trust_addresses();
   CF_TRY(prepare_site(SiteId::embed_out, norm_, norm_, launches));
   std::int32_t* const answers = answers_.data;
   CF_TRY(prepare(
@@ -151,24 +153,44 @@ Result<std::vector<RowScore>> Model::State::ScoreCall::finish() {
   return scores;
 }
 
-Status Model::State::score(const StepPart& part, ScoreCall& call) {
-  const std::int64_t slot = part.run.sequence;
-  CF_TRY(pipeline.restore(slot));
-  CF_TRY(pipeline.begin_prompt(slot, part.run.first_position, part.run.count));
-  seen_size[std::size_t(slot)] = 0;
-  const AnyView<2> made = hidden[std::size_t(spec.shape.num_layers) % 2];
-  for (std::int64_t done = 0; done < part.run.count;) {
-    const std::int64_t count = std::min(options.chunk, part.run.count - done), first = part.run.first_position + done;
-    const std::span<const std::int32_t> ids = part.ids.subspan(std::size_t(done), std::size_t(count));
+Status Model::State::score(std::span<const StepPart> prompts, ScoreCall& call) {
+  for (const StepPart& p : prompts) {
+    CF_TRY(pipeline.restore(p.run.sequence));
+    seen_size[std::size_t(p.run.sequence)] = 0;
+  }
+  for (const Pieces& pieces : passes_of({}, prompts, false)) {
     if (go_on) CF_TRY(go_on());
-    CF_TRY(read_chunk(slot, first, ids, {nullptr, {0, spec.shape.vocab_size}, workspace.activation()}));
-    CF_TRY(pipeline.extend(slot, first + count, ids.back()));
-    done += count;
-    // Of the run's last rows, those of this chunk.
-    const std::int64_t rows = std::clamp<std::int64_t>(done - (part.run.count - part.rows.shape[0]), 0, count);
-    CF_TRY(call.add(rows_of(made, count - rows, rows)));
+    std::int64_t tokens = 0, rows = 0;
+    for (const Piece& p : pieces) {
+      tokens += p.run.count;
+      rows += p.head_rows();
+    }
+    if (prompts.size() == 1) {
+      // As a graph, from its second time on.
+      const Piece& p = pieces.front();
+      CF_TRY(pipeline.begin_prompt(p.run.sequence, p.run.first_position, p.run.count));
+      CF_TRY(read_chunk(p.run.sequence, p.run.first_position, p.ids,
+                        {nullptr, {0, spec.shape.vocab_size}, workspace.activation()}));
+      CF_TRY(pipeline.extend(p.run.sequence, p.run.first_position + p.run.count, p.ids.back()));
+    } else {
+      CF_TRY(pass(pieces));
+    }
+    if (pieces.size() == 1 || rows == tokens) {
+      CF_TRY(call.add(rows_of(layers_output(), tokens - rows, rows)));
+    } else if (rows > 0) {
+      // The last layer's input is read no more.
+      const AnyView<2> gathered = rows_of(hidden[std::size_t(spec.shape.num_layers + 1) % 2], 0, rows);
+      CF_TRY(enqueue_gather(layers_output(), {pass_rows.data, {rows}}, gathered, context));
+      CF_TRY(call.add(gathered));
+    }
   }
   return {};
+}
+
+ScoreSizes Model::score_sizes(std::int64_t top) const {
+  constexpr std::int64_t piece = 512;
+  // On the device more rows take memory for their answers alone. Without a break the host is waited for less often.
+  return {.piece = piece, .rows = top > kMostLikely ? piece : 8192};
 }
 
 Result<std::vector<RowScore>> Model::score(std::span<const Run> runs, std::span<const std::int32_t> ids,
@@ -183,7 +205,7 @@ Result<std::vector<RowScore>> Model::score(std::span<const Run> runs, std::span<
   CF_TRY(check_step(*this, s.pipeline.lengths(), runs, ids, logits));
   State::ScoreCall call(s, request);
   CF_TRY(call.begin());
-  for (const StepPart& part : parts_of(runs, ids, logits)) CF_TRY(s.score(part, call));
+  CF_TRY(s.score(parts_of(runs, ids, logits), call));
   return call.finish();
 }
 

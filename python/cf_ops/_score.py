@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from cf_ops._generation import Prompt
     from cf_ops.model import Model
 
-# How many ids of a prompt a step reads, and how many rows of logits it makes. The CPU reads longer pieces no faster: a
-# prompt of 512 ids goes through Pythia-160M at 238 ids/s in pieces of 64, at 269 of 128, 273 of 256, 265 of 512.
-_PIECE = {"cpu": 128, "cuda": 512}
 _IDS_AT_ONCE = 1 << 18  # ids of the windows that a scorer holds
 
 
@@ -87,7 +84,7 @@ def score(
     ids = [model.encode(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
     firsts = _firsts(first, len(ids))
     top = integer("top", top, 0, model.config["vocab_size"])
-    slots = 1 if slots is None else integer("slots", slots, 1, 1 << 20)
+    slots = _slots_for(model, len(ids)) if slots is None else integer("slots", slots, 1, 1 << 20)
     for index, (prompt, at) in enumerate(zip(ids, firsts)):
         if len(prompt) < 2:
             raise ValueError(
@@ -100,7 +97,7 @@ def score(
         _scorer(model, slots, max(len(prompt) for prompt in ids) - 1) as scorer,
         Progress("" if quiet else f"scoring {len(ids)} prompts") as progress,
     ):
-        made = _scores(scorer, list(zip(ids, firsts)), piece_of(model), top, _nothing if quiet else progress.set)
+        made = _scores(scorer, list(zip(ids, firsts)), top, _nothing if quiet else progress.set)
     return [Scored(prompt, at, *arrays) for prompt, at, arrays in zip(ids, firsts, made)]
 
 
@@ -123,11 +120,11 @@ def surprisal(model: Model, ids: Prompt, context: int = 2048, stride: int | None
     at_once = max(1, _IDS_AT_ONCE // context)
     made = np.full(row.size, np.nan)
     read, total = 0, sum(window.read for window in windows)
-    with _scorer(model, 1, context - 1) as scorer, Progress("scoring") as progress:
+    with _scorer(model, _slots_for(model, len(windows)), context - 1) as scorer, Progress("scoring") as progress:
         for begin in range(0, len(windows), at_once):
             some = windows[begin : begin + at_once]
             prompts = [(row[w.first : w.last], w.scored - w.first) for w in some]
-            scores = _scores(scorer, prompts, piece_of(model), 0, lambda done, _: progress.set(read + done, total))
+            scores = _scores(scorer, prompts, 0, lambda done, _: progress.set(read + done, total))
             for window, (log_probs, _, _, _, error) in zip(some, scores):
                 if error is not None:
                     raise ValueError(f"ids {window.first} to {window.last - 1}: {error}")
@@ -180,9 +177,9 @@ def _firsts(first: int | Iterable[int], count: int) -> list[int]:
     return firsts
 
 
-def piece_of(model: Model) -> int:
-    """The ids of a prompt that a step reads, which prompts share as a whole or not at all."""
-    return _PIECE[model.device.partition(":")[0]]
+def _slots_for(model: Model, prompts: int) -> int:
+    """How many prompts a step reads side by side. The CPU reads many no faster than one."""
+    return 1 if model.device == "cpu" else model.slots_for(max(1, prompts))
 
 
 @contextmanager
@@ -198,11 +195,10 @@ def _scorer(model: Model, slots: int, capacity: int) -> Iterator[_core.Scorer]:
 def _scores(
     scorer: _core.Scorer,
     prompts: Sequence[tuple[Any, int]],
-    piece: int,
     top: int,
     tell: Callable[[int, int], None],
 ) -> list[Any]:
-    scorer.begin(prompts, piece=piece, top=top)
+    scorer.begin(prompts, top=top)
     while not scorer.done:
         scorer.step()
         tell(*scorer.progress)

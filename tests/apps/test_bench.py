@@ -1024,6 +1024,11 @@ class Page(Files):
             "",
             sources[3] + ".",
         ])  # fmt: skip
+        # How long a prompt that joins stops the others, where a row has it.
+        joined = bench_page.model_table([result | {"stall_ms": 5.625, "joiner_ttft_ms": 31.5}, result])
+        self.assertTrue(joined[0].endswith("decode, of the streaming read | stall ms | joiner TTFT ms |"))
+        self.assertTrue(joined[2].endswith("| 85 % | 5.62 | 31.50 |"))
+        self.assertTrue(joined[3].endswith("| 85 % | - | - |"))
 
     def test_a_llama_s_stack_stands_among_the_ways_to_step(self):
         directory = self.recorded()

@@ -316,6 +316,30 @@ TEST_CASE("cf-model bench reports every configuration as table, JSON and CSV", "
   }
 }
 
+TEST_CASE("cf-model bench --score reports the time of scores beside a prefill's", "[cf_model]") {
+  const TempDir dir;
+  const std::string json = dir / "x.json", csv = dir / "x.csv";
+  const auto r =
+      cf_model_ok("bench --preset pythia-14m --prompt-len 5,8 --score 1,3 --slots 2 --texts 3 --runs 1 --json '" +
+                  json + "' --csv '" + csv + "'");
+  CHECK(r.out.find("% of prefill") != std::string::npos);
+  const Json report = Json::parse(read_file(json));
+  CHECK(report["complete"] == true);
+  CHECK(report["capacity"] == 8);
+  REQUIRE(report["results"].size() == 4);
+  for (const Json& row : report["results"]) {
+    CAPTURE(row.dump());
+    const double ids = 3 * double(row["prompt_len"]), score_ms = row["score_ms"], prefill_ms = row["prefill_ms"];
+    CHECK(row["texts"] == 3);
+    CHECK(double(row["score_ids_per_s"]) == Approx(1e3 * ids / score_ms));
+    CHECK(double(row["prefill_ids_per_s"]) == Approx(1e3 * ids / prefill_ms));
+    CHECK(double(row["percent_of_prefill"]) == Approx(100 * prefill_ms / score_ms));
+  }
+  const std::string lines = read_file(csv);
+  CHECK(lines.starts_with("prompt_len,scored,slots,texts,score_ms,"));
+  CHECK(std::count(lines.begin(), lines.end(), '\n') == 5);
+}
+
 TEST_CASE("cf-model info says what a model is and takes", "[cf_model]") {
   const auto r = cf_model_ok("info " + model_dir);
   for (const char* part : {"neox-d80", "0.660 M", "2 of 80, 20 turned by RoPE", "float16", "2.6 kB a token"})
@@ -396,6 +420,11 @@ TEST_CASE("cf-model refuses bad input in one line", "[cf_model]") {
   check_refusal("eval " + model_dir + "--tokens '" + (dir / "big.npy") + "' --context 8 --stride 9",
                 "--stride: expected");
   check_refusal("bench --preset pythia-14m --slots 0", "--slots");
+  check_refusal("bench --preset pythia-14m --prompt-len 4,9 --score 1-5",
+                "--score: expected at most the 4 ids of the shortest prompt, got '5'");
+  check_refusal("bench --preset pythia-14m --score 0", "--score: expected");
+  check_refusal("bench --preset pythia-14m --texts 5", "--texts: expected with --score");
+  check_refusal("bench --preset pythia-14m --score 1 --new-tokens 2", "--score: expected without --new-tokens");
   check_refusal("bench --preset pythia-14m --slots 1,4 --joiner-len 8",
                 "--slots: expected at least 2 with --joiner-len, got '1'");
 }

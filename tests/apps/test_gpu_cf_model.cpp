@@ -286,24 +286,35 @@ TEST_CASE("cf-model bench on the GPU: table, JSON and CSV", "[gpu][cf-model]") {
   CHECK(cold["results"][0]["decode_percent_of_read"] < 105);
 }
 
+TEST_CASE("cf-model bench --score on the GPU", "[gpu][cf-model]") {
+  const Json report = json_of("bench --preset pythia-160m --prompt-len 40,600 --score 1,40 --slots 1,9 --texts 20");
+  check_machine(report);
+  REQUIRE(report["results"].size() == 8);
+  for (const Json& row : report["results"]) {
+    CAPTURE(row.dump());
+    CHECK(double(row["score_ms"]) > 0);
+    CHECK(double(row["percent_of_prefill"]) > 0);
+  }
+}
+
 TEST_CASE("cf-model info on the GPU: bytes, memory, slots and the impl that auto chooses", "[gpu][cf-model]") {
   const std::string out = on_gpu("info " + d80).out;
   CAPTURE(out);
   // Keys and values of 160 numbers in two layers, two bytes each.
   for (const char* part :
        {"cache, float16", "1.3 kB a token", "activations, float16", "GPU", "free memory", "slots that fit", "| impl",
-        "graph for 1 to 64 slots", "| products of many tokens", "libcublasLt", "| a row's bits are the same",
+        "graph for 1 to 1024 slots", "| products of many tokens", "libcublasLt", "| a row's bits are the same",
         "in steps of 1 to 8, 9 to 128, 129 to 512, 513 or more tokens", "| in attention"})
     CHECK(out.find(part) != std::string::npos);
   const std::string invariant = on_gpu("info --invariant " + d80).out;
   CHECK(invariant.find("in steps of 1 or more tokens") != std::string::npos);
   CHECK(invariant.find("in runs of 1 or more tokens") != std::string::npos);
-  CHECK(on_gpu("info --preset pythia-2.8b").out.find("persistent for 1 to 4 slots, graph for 5 to 64 slots") !=
+  CHECK(on_gpu("info --preset pythia-2.8b").out.find("persistent for 1 to 4 slots, graph for 5 to 1024 slots") !=
         std::string::npos);
   CHECK(on_gpu("info --preset pythia-2.8b --quant gptq").out.find("GPTQ of 4 bits, group 128") != std::string::npos);
   // float32 weights leave one impl for any number of slots.
-  CHECK(on_gpu("info --preset pythia-14m --dtype f32").out.find("graph for 1 to 64 slots") != std::string::npos);
-  CHECK(on_gpu("info --preset pythia-14m --impl unfused").out.find("unfused for 1 to 64 slots") != std::string::npos);
+  CHECK(on_gpu("info --preset pythia-14m --dtype f32").out.find("graph for 1 to 1024 slots") != std::string::npos);
+  CHECK(on_gpu("info --preset pythia-14m --impl unfused").out.find("unfused for 1 to 1024 slots") != std::string::npos);
 }
 
 TEST_CASE("cf-model on the GPU refuses bad input in one line", "[gpu][cf-model][bad]") {

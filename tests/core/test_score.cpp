@@ -83,7 +83,9 @@ class Toy final : public ModelRunner {
   void watch(Visit) override {}
   void check_between(Check) override {}
   Status fetch(const SiteTensor&, void*) override { return {}; }
+  ScoreSizes score_sizes(std::int64_t) const override { return sizes; }
 
+  ScoreSizes sizes{};
   std::int64_t most_rows = 0, ids_read = 0;
   std::size_t most_runs = 0;
   bool fails = false;
@@ -290,7 +292,7 @@ TEST_CASE("Prompts that cannot be scored are refused before any is read", "[scor
   CHECK(fault({{{4, 5}, 0}}, "first: expected 1 to 1") == "");
   CHECK(fault({{Ids(66, 1), 1}},
               "score: prompt 0: expected at most 65 ids, one more than the cache's capacity, got 66") == "");
-  CHECK(fault({good}, "score: piece: expected at least 1, got 0", {.piece = 0}) == "");
+  CHECK(fault({good}, "score: piece: expected at least 0, got -1", {.piece = -1}) == "");
   CHECK(fault({good}, "score: top: expected 0 to 19, got 20", {.top = 20}) == "");
   CHECK(message_of(Scorer::create(slots, {{Ids(65, 1), 1}}).status()) == "");
 
@@ -305,6 +307,24 @@ TEST_CASE("Prompts that cannot be scored are refused before any is read", "[scor
   CHECK(refused(outside, 0, "score: next[0][0]: expected an id of 0 to 18, got 19") == "");
   CHECK(refused(one, -1, "score: top: expected 0 to 19, got -1") == "");
   CHECK(toy.length(0) == 0);
+}
+
+TEST_CASE("A runner says how prompts are cut where nothing else is asked for, and how many rows a step makes",
+          "[score]") {
+  std::vector<ScorePrompt> prompts;
+  for (std::int32_t i = 0; i < 6; ++i) prompts.push_back({{i, 8, 9, 10, 11, 12, 13, 14, 15}, 1});
+  const auto steps_of = [&](const ScoreOptions& options) {
+    auto runner = std::make_unique<Toy>(6, 64, DType::f64);
+    Toy& toy = *runner;
+    toy.sizes = {.piece = 4, .rows = 20};
+    Result<Scorer> scorer = Scorer::create(SlotLease::of_all(std::move(runner)), prompts, options);
+    REQUIRE(scorer);
+    while (!scorer->done()) REQUIRE(scorer->step());
+    for (std::size_t i = 0; i < prompts.size(); ++i) check_score(prompts[i], scorer->scores()[i], 0);
+    return std::pair(toy.most_rows, toy.most_runs);
+  };
+  CHECK(steps_of({}) == std::pair(std::int64_t(20), std::size_t(5)));
+  CHECK(steps_of({.piece = 2}) == std::pair(std::int64_t(12), std::size_t(6)));
 }
 
 TEST_CASE("No prompts are scored at once; a step that failed can be made again; slots that are gone end it",

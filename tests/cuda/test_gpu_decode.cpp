@@ -1,10 +1,14 @@
-// Decode attention on the GPU to caches of every kind: pages, windows, sinks and streams, of up to 1024 sequences.
+// Decode attention on the GPU to caches of every kind: pages, windows, sinks and streams, of up to 1024 sequences, and
+// of runs.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <random>
 
 #include "core/call_groups.hpp"
 #include "tests/cuda/device_pages.hpp"
 #include "tests/support/grouped.hpp"
+#include "tests/support/mixed_steps.hpp"
 
 using namespace cf;
 using namespace cf::test;
@@ -40,7 +44,8 @@ Problem<ops::Attention> decode_problem(const Setup& s, const Lengths& lengths, c
       for (std::size_t b = 0; b < lengths.size(); ++b) {
         std::vector<char> seen(std::size_t(capacity), 0);
         const RingView places(CacheView(kv_heads, capacity, head_dim), window.sinks);
-        for (std::int64_t n = std::max<std::int64_t>(1, lengths[b] - s.load.q_len + 1); n <= lengths[b]; ++n)
+        const std::int64_t count = count_of(s, std::int64_t(b));
+        for (std::int64_t n = std::max<std::int64_t>(1, lengths[b] - count + 1); n <= lengths[b]; ++n)
           for (std::int64_t j = 0; j < n; ++j) {
             if (window && j >= window.sinks && j < window.first(n)) j = window.first(n);
             seen[std::size_t(places.place(j))] = 1;
@@ -244,6 +249,43 @@ TEST_CASE("decode attention: 1 to 1024 sequences in pages, most of them idle, ea
         }
         CHECK(wrong == 0);
       }
+}
+
+TEST_CASE("decode attention: runs of any counts and sequences in one launch", "[gpu][attention][runs]") {
+  cuda::Context c = context();
+  for (DType activation : {DType::f16, DType::f32})
+    for (std::int64_t count : {2, 65, 256, 300})
+      for (std::int64_t most : {1, 4})
+        for (const KeyWindow& window : {KeyWindow{}, KeyWindow{.keys = 20, .sinks = 4}}) {
+          const std::int64_t batch = count + count / 3 + 1;
+          Setup s = decode_setup(2, 1, 64, std::size_t(batch), 64, activation, most);
+          std::vector<std::int64_t> sequences(std::size_t(batch), 0);
+          std::iota(sequences.begin(), sequences.end(), 0);
+          std::mt19937_64 random(std::uint64_t(count + most));
+          std::shuffle(sequences.begin(), sequences.end(), random);
+          Lengths lengths(std::size_t(batch), kIdleLength);
+          for (std::int64_t i = 0, row = 0; i < count; row += s.runs.back().count, ++i) {
+            const auto n = std::int64_t(1 + random() % std::uint64_t(most));
+            s.runs.push_back({.sequence = sequences[std::size_t(i)], .first_row = row, .count = n});
+            lengths[std::size_t(sequences[std::size_t(i)])] = std::int32_t(n + std::int64_t(random() % (65 - n)));
+          }
+          INFO(describe(s, window) << ", runs " << count);
+          REQUIRE(differ(s.runs));
+          Problem<ops::Attention> untouched = decode_problem(s, lengths, window, 64);
+          DeviceProblem<ops::Attention> together(untouched), apart(untouched);
+          PagedDeviceProblem<ops::Attention> paged(untouched, 64);
+          cuda::LaunchList launches(c);
+          REQUIRE(cuda::prepare(together.args(), launches));
+          CHECK(launches.size() == (count > 256 ? 2 : 1));
+          Problem<ops::Attention>& got = together.run(c);
+          CHECK(bool(y_of(paged.run(c)) == y_of(got)));
+          if (count == 65) CHECK(check_on_device<ops::Attention>(s, untouched));
+          if (window) continue;  // 64 keys are one tile, which no plan splits; the sinks are another
+          const Status each = each_by_itself(apart.args(), [&](const auto& part) { return cuda::run(part, c); });
+          INFO(each.message());
+          REQUIRE(each);
+          CHECK(bool(y_of(apart.fetch()) == y_of(got)));
+        }
 }
 
 TEST_CASE("decode attention in pages: a kv_len without room, and pages outside the pool, give NaN",

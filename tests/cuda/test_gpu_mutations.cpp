@@ -1,6 +1,8 @@
 // The mutation gate on the GPU: every site of the walk, faulty or not, runs there. The kernels of float32 take no GPTQ
 // weights, so a walk of float16 gets the faults of GPTQ weights. The persistent kernel gets the faults of what a layer
 // starts from. It also gets those of GPTQ weights, in layers of the sizes that it takes packed.
+#include <optional>
+
 #include "apps/verify/device_ops.hpp"
 #include "tests/cuda/persistent_taps.hpp"
 #include "tests/golden/mutations.hpp"
@@ -80,20 +82,23 @@ TEST_CASE("Every fault in what the persistent kernel starts from is caught at on
     REQUIRE(sound);
     std::map<std::string, double> budgets;
     for (const apps::TapResult& tap : *sound) budgets[tap.tap] = tap.budget;
-    const auto is_caught = [&](const Fault& fault) {
+    // Empty where the kernel refuses the faulty layer: it has no norm of heads beside a parallel residual.
+    const auto is_caught = [&](const Fault& fault) -> std::optional<bool> {
       FaultyStep step(*file, *weights, fault, dtype);
       const Status run = device->run_layer({.model = step.config, .weights = step.weights, .t = step.state.tensors()});
       INFO(fault.name << ": " << run.message());
+      if (run.code() == Code::unimplemented) return {};
       REQUIRE(run);
       const auto budget_of = [&](const std::string& tap) { return budgets.at(tap); };
       return !taps_outside(*file, step, budget_of, [](const auto&) { return Status(); }).empty();
     };
-    CHECK_FALSE(is_caught({.name = "no fault"}));
+    CHECK(is_caught({.name = "no fault"}) == false);
     for (const Fault& fault : faults())
-      if (fault.before && !fault.fine && (!fault.concerns || fault.concerns(file->meta().config))) {
-        ++files_concerned[fault.name];
-        files_caught[fault.name] += is_caught(fault);
-      }
+      if (fault.before && !fault.fine && (!fault.concerns || fault.concerns(file->meta().config)))
+        if (const std::optional<bool> caught = is_caught(fault)) {
+          ++files_concerned[fault.name];
+          files_caught[fault.name] += *caught;
+        }
   }
   CHECK(files >= 4);
   CHECK(files_caught.size() >= 7);

@@ -100,6 +100,27 @@ OP_TEST_CASE("On the GPU runs of any number and length append to pages of their 
   }
 }
 
+TEST_CASE("On the GPU the fused products append to pages", "[gpu][pages][ln_qkv]") {
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (const auto& [batch, q_len] : {std::pair{1, 1}, {3, 1}, {16, 1}, {2, 3}})
+      for (std::int64_t kv_len : {3, 64, 65, 129}) {
+        Setup s{.model = model_of(4, 64, 16, 24),
+                .load = {.batch = batch, .q_len = q_len, .kv_len = kv_len, .capacity = kv_len + 2},
+                .activation = activation,
+                .weight = activation,
+                .values = activation == DType::bf16 ? DType::bf16 : DType::f16};
+        s.model.max_position_embeddings = 131;
+        check_pages_on_device<ops::LnQkv>(s, 64);
+        if (activation == DType::f32) continue;
+        s.gptq = {.bits = 4};
+        check_pages_on_device<ops::LnQkv>(s, 64);
+        if (batch * q_len > 1) continue;
+        s.model = gated_model_of(ModelType::llama, 8, 2, 64, 512, 24);
+        s.model.max_position_embeddings = 131;
+        check_pages_on_device<ops::RmsQkv>(s, 64);
+      }
+}
+
 OP_TEST_CASE("On the GPU an idle sequence and a page outside the pool are not written", "[gpu][pages][bad]", Appends) {
   Setup s{.model = model_of(2, 80, 20, 24),
           .load = {.batch = 4, .q_len = 2, .kv_len = 70, .capacity = 72},

@@ -1,12 +1,14 @@
 // Passes on the GPU: prompts of any lengths and running tokens that share them, beside each sequence alone.
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <optional>
 #include <random>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "core/model/slot_lease.hpp"
 #include "tests/cuda/small_model.hpp"
 #include "tests/support/refusal.hpp"
 
@@ -209,6 +211,7 @@ TEST_CASE("passes on the GPU: in random schedules every sequence gets the ids th
   const Small small;
   const Model::Options options{.slots = 5, .capacity = 96, .chunk = 48, .impl = impl};
   Alone alone(small, options);
+  const auto shared = std::make_shared<SharedRunner>(small.model(options));
   std::mt19937 random(7);
   const auto below = [&](std::uint32_t n) { return std::uint32_t(random() % n); };
   int stopped = 0, joined = 0;
@@ -216,7 +219,7 @@ TEST_CASE("passes on the GPU: in random schedules every sequence gets the ids th
     DecoderOptions o;
     if (below(3)) o.step_tokens = below(4) ? 1 + below(60) : 0;
     CAPTURE(to_string(impl), round, o.step_tokens.value_or(-1));
-    Decoder d(small.model(options), o);
+    Decoder d(taken(SlotLease::create(shared, options.slots)), o);
     struct Sequence {
       Ids prompt;
       std::size_t i;

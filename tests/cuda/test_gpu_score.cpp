@@ -405,6 +405,32 @@ std::vector<PromptScore> by_scorer(std::unique_ptr<Model> model, const std::vect
   return scorer.scores();
 }
 
+/// The oracle's logits behind each id, and how far a log-probability may be from them.
+struct Exact {
+  Tensor logits;  // (ids, vocab)
+  double allowed = 0;
+
+  LogProbs<double> row(std::int64_t i) const {
+    return taken(LogProbs<double>::of(std::span(logits.as<double>() + i * kVocab, std::size_t(kVocab))));
+  }
+};
+
+Exact exact_of(const Small& small, std::span<const std::int32_t> ids) {
+  const auto n = std::int64_t(ids.size());
+  const auto oracle = taken(cpu_ref::Model::create(small.config, small.weights->weights, small.weights,
+                                                   {.capacity = n, .chunk = n, .activation = DType::f64}));
+  Condition condition{0, 0};
+  oracle->measure(&condition);
+  Exact exact{.logits = Tensor(DType::f64, {n, kVocab})};
+  require_ok(oracle->forward(0, 0, ids, exact.logits.view<2>()));
+  double largest = 0;
+  for (std::int64_t i = 0; i < exact.logits.size(); ++i) largest = std::max(largest, std::abs(exact.logits.at(i)));
+  // A log-probability is a logit less the log of a sum of exp, which is apart by no more than its furthest logit.
+  const DType dtype = small.weights->weights.embed_in.dtype;
+  exact.allowed = 2 * model_budget(small.config, dtype, condition).rel_max * largest + bound_of(kVocab, 0);
+  return exact;
+}
+
 }  // namespace
 
 TEST_CASE("model on the GPU: scores are the oracle's within the budget", "[gpu][model][score]") {
@@ -413,29 +439,18 @@ TEST_CASE("model on the GPU: scores are the oracle's within the budget", "[gpu][
   const Small small(dtype);
   const Ids ids = ids_of(301, 1);  // more rows than the device makes at a time
   const std::int64_t read = 300;
-  const auto oracle = taken(cpu_ref::Model::create(small.config, small.weights->weights, small.weights,
-                                                   {.capacity = read, .chunk = read, .activation = DType::f64}));
-  Condition condition{0, 0};
-  oracle->measure(&condition);
-  Tensor logits(DType::f64, {read, kVocab});
-  require_ok(oracle->forward(0, 0, std::span(ids).first(std::size_t(read)), logits.view<2>()));
-  double largest = 0;
-  for (std::int64_t i = 0; i < logits.size(); ++i) largest = std::max(largest, std::abs(logits.at(i)));
-  // A log-probability is a logit less the log of a sum of exp, which is apart by no more than its furthest logit.
-  const double allowed = 2 * model_budget(small.config, dtype, condition).rel_max * largest;
+  const Exact oracle = exact_of(small, std::span(ids).first(std::size_t(read)));
+  const double allowed = oracle.allowed;
 
   const auto model = small.model({.capacity = 512, .chunk = 128});
   const std::vector<RowScore> scores = scores_of(*model, ids, 1, 3);
   REQUIRE(std::int64_t(scores.size()) == read);
   for (std::int64_t i = 0; i < read; ++i) {
-    const std::span row(logits.as<double>() + i * kVocab, std::size_t(kVocab));
-    const auto exact = taken(LogProbs<double>::of(row));
+    const LogProbs<double> exact = oracle.row(i);
     const RowScore& got = scores[std::size_t(i)];
     require_ok(got.status);
     CAPTURE(i, allowed);
-    const auto check = [&](double ours, std::int32_t id) {
-      REQUIRE(std::abs(ours - exact[id]) <= allowed + bound_of(kVocab, exact[id]));
-    };
+    const auto check = [&](double ours, std::int32_t id) { REQUIRE(std::abs(ours - exact[id]) <= allowed); };
     check(got.next.at(0).log_prob, ids[std::size_t(i + 1)]);
     REQUIRE(got.top.size() == 3);
     for (const LikelyId& likely : got.top) check(likely.log_prob, likely.id);
@@ -453,31 +468,44 @@ TEST_CASE("model on the GPU: scores are the oracle's within the budget", "[gpu][
     REQUIRE(std::abs(on_host[i].next.at(0).log_prob - scores[i].next[0].log_prob) <= 2 * allowed);
 }
 
-TEST_CASE("model on the GPU: a prompt's scores do not depend on the others, on its slot or on how many are asked for",
-          "[gpu][model][score]") {
+TEST_CASE(
+    "model on the GPU: prompts of one step have the oracle's scores, whoever is beside them and however they are cut",
+    "[gpu][model][score]") {
   const Small small;
   const Model::Options options{.slots = 3, .capacity = 512, .chunk = 64};
-  const std::vector<ScorePrompt> prompts{{ids_of(270, 1), 1},     {ids_of(20, 2), 15}, {ids_of(2, 3), 1},
-                                         {ids_of(64, 4), 64 - 1}, {ids_of(65, 5), 1},  {ids_of(130, 6), 100}};
+  const std::vector<ScorePrompt> prompts{{ids_of(270, 1), 1}, {ids_of(20, 2), 15}, {ids_of(2, 3), 1},
+                                         {ids_of(64, 4), 63}, {ids_of(65, 5), 1},  {ids_of(130, 6), 100}};
   for (const std::int64_t piece : {300, 48}) {
-    const ScoreOptions how{.piece = piece, .top = 2};
-    const std::vector<PromptScore> together = by_scorer(small.model(options), prompts, how);
+    const std::vector<PromptScore> scores = by_scorer(small.model(options), prompts, {.piece = piece, .top = 2});
+    const std::vector<PromptScore> again = by_scorer(small.model(options), prompts, {.piece = piece, .top = 2});
     for (std::size_t i = 0; i < prompts.size(); ++i) {
       CAPTURE(piece, i);
-      require_ok(together[i].status);
-      const std::vector<PromptScore> alone = by_scorer(small.model(options), {prompts[i]}, how);
-      CHECK(together[i].ids == alone[0].ids);
-      CHECK(together[i].top == alone[0].top);
+      const ScorePrompt& prompt = prompts[i];
+      require_ok(scores[i].status);
+      REQUIRE(scores[i].ids.size() == prompt.ids.size() - std::size_t(prompt.first));
+      const Exact exact = exact_of(small, std::span(prompt.ids).first(prompt.ids.size() - 1));
+      for (std::size_t k = 0; k < scores[i].ids.size(); ++k) {
+        const std::int64_t position = prompt.first + std::int64_t(k);
+        const double theirs = exact.row(position - 1)[prompt.ids[std::size_t(position)]];
+        REQUIRE(std::abs(scores[i].ids[k].log_prob - theirs) <= exact.allowed);
+      }
+      CHECK(scores[i].ids == again[i].ids);
+      CHECK(scores[i].top == again[i].top);
     }
   }
+}
+
+TEST_CASE("model on the GPU: a lone prompt's scores depend on neither its slot nor how many ids are asked for",
+          "[gpu][model][score]") {
+  const Small small;
+  const Ids ids = ids_of(270, 1);
   // Fewer rows of the same run, and the slot's own logits are those of before.
-  const auto model = small.model(options);
+  const auto model = small.model({.slots = 3, .capacity = 512, .chunk = 64});
   require_ok(model->prefill(1, 0, ids_of(9, 7)));
   const Tensor own = taken(model->logits(1));
-  const std::vector<RowScore> all = scores_of(*model, prompts[0].ids, 1, 0),
-                              last = scores_of(*model, prompts[0].ids, 260, 0);
+  const std::vector<RowScore> all = scores_of(*model, ids, 1, 0), last = scores_of(*model, ids, 260, 0);
   for (std::size_t i = 0; i < last.size(); ++i) CHECK(same(last[i], all[all.size() - last.size() + i]));
-  const std::vector<RowScore> elsewhere = scores_of(*model, prompts[0].ids, 1, 0, 2);
+  const std::vector<RowScore> elsewhere = scores_of(*model, ids, 1, 0, 2);
   for (std::size_t i = 0; i < all.size(); ++i) CHECK(same(elsewhere[i], all[i]));
   CHECK(same_bits(taken(model->logits(1)), own));
   CHECK(model->length(0) == 269);

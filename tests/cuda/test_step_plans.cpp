@@ -246,8 +246,61 @@ TEST_CASE("Appends of runs that differ, to pages and to streams' caches, have th
         }).ends_with(", 1 runs, 1 launches"));
 }
 
-TEST_CASE("A step of runs has launches for each group of them, and no op that would read a weight for each",
-          "[plans]") {
+TEST_CASE("The fused products append to pages, whose rows of heads have 32-bit numbers", "[plans]") {
+  const StepOutline step(*find_preset("pythia-2.8b"), {.batch = 1, .q_len = 1, .table_rows = 64, .capacity = 64},
+                         DType::f16, {}, 1);
+  const Result<StepPlan> plan = plan_graph({.arch = kH200}, *step.record_layer(0));
+  REQUIRE(plan);
+  auto args = std::get<ops::LnQkv::Args>(plan->nodes.front().node.call);
+  const std::int32_t page = 0;
+  args.page_table = {&page, {1, 1}};
+  args.k_cache.shape = args.v_cache.shape = {1 << 20, 32, 63, 80};
+  const Result<Choice> choice = choose({.arch = kH200}, args);
+  INFO(choice.status().message());
+  REQUIRE(choice);
+  CHECK(choice->kernel == "ln_qkv_dense");
+  args.k_cache.shape[2] = args.v_cache.shape[2] = 64;
+  CHECK(choose({.arch = kH200}, args).status().message() ==
+        "ln_qkv: cuda takes a cache of up to 2147483647 rows of heads, got 1048576 x 32 x 64");
+}
+
+TEST_CASE("Attention of few queries has the decode kernels, whatever the cache and the runs", "[plans]") {
+  const StepOutline step(*find_preset("pythia-2.8b"), {.batch = 4, .q_len = 1, .table_rows = 512, .capacity = 512},
+                         DType::f16, {}, 1);
+  ops::Attention::Args call{};
+  const Program layer = *step.record_layer(0);
+  for (const Node& n : layer.nodes)
+    if (const auto* args = std::get_if<ops::Attention::Args>(&n.call)) call = *args;
+  const auto kernel_of = [&](auto&& change) {
+    ops::Attention::Args args = call;
+    change(args);
+    const Result<Choice> choice = choose({.arch = kH200}, args);
+    return choice ? std::string(choice->kernel) + ": " + choice->planned.text() : choice.status().message();
+  };
+  const std::string plain = kernel_of([](auto&) {});
+  CHECK(plain.starts_with("attention_decode: "));
+  const std::int32_t pages[4 * 8] = {};
+  const auto in_pages_of = [&](std::int64_t entries) {
+    return [&pages, entries](auto& args) {
+      args.k_cache.shape[2] = args.v_cache.shape[2] = entries;
+      args.page_table = {pages, {4, 8}};
+    };
+  };
+  CHECK(kernel_of(in_pages_of(64)) == plain);
+  CHECK(kernel_of(in_pages_of(1024)) == plain);
+  CHECK(kernel_of(in_pages_of(65)) == "attention: cuda takes pages of a multiple of 64 entries up to 1024, got 65");
+  CHECK(kernel_of([&](auto& args) { args.max_kv_len = 60; }) ==
+        kernel_of([&](auto& args) { args.window = {.keys = 60}; }));
+  CHECK(kernel_of([&](auto& args) {
+          args.window = {.keys = 508, .sinks = 4};
+          args.q_sinks = args.q;
+        }).starts_with("attention_decode: "));
+  const std::vector<RowRun> runs{{3, 0, 1}, {0, 1, 3}};
+  CHECK(kernel_of([&](auto& args) { args.runs = runs; }).starts_with("attention_decode_runs: "));
+  CHECK(kernel_of([&](auto& args) { args.runs = runs; }).ends_with(", 2 runs, 1 launches"));
+}
+
+TEST_CASE("A step of runs has few launches of attention, and no op that would read a weight for each", "[plans]") {
   const ModelConfig m = *find_preset("pythia-2.8b");
   const auto plan_of = [&](const std::vector<RowRun>& runs, std::int64_t q_len, std::int64_t tokens) {
     StepOutline step(m, {.batch = 4, .q_len = q_len, .table_rows = 512, .capacity = 512, .mixed = tokens}, DType::f16,
@@ -269,7 +322,7 @@ TEST_CASE("A step of runs has launches for each group of them, and no op that wo
       CHECK(!std::holds_alternative<ops::LnQkv::Args>(n.node.call));
       if (!std::holds_alternative<ops::Attention::Args>(n.node.call)) continue;
       ++attentions;
-      CHECK(n.choice.kernel == "one for each group of runs");
+      CHECK(n.choice.kernel == (plan == &prompt ? "one for each group of runs" : "attention_decode_runs"));
       CHECK(!n.mode.after_waiting);
     }
     CHECK(attentions == 1);

@@ -277,9 +277,9 @@ def test_caches_share_the_device(root):
 
 def test_a_batch_beyond_the_slots_falls_back(root):
     model = cf_ops.hf.speed_up(model_of(root, "neox-d80"))
-    generated = greedy(model, padded([3] * 65), new=2)
-    assert generated.shape == (65, 5)
-    assert any("slots must be 1 to 64, got 65" in reason for reason in cf_ops.hf.report(model).hugging_face)
+    generated = greedy(model, padded([3] * 1025), new=2)
+    assert generated.shape == (1025, 5)
+    assert any("slots must be 1 to 1024, got 1025" in reason for reason in cf_ops.hf.report(model).hugging_face)
     assert check_all(root, "neox-d80", model, padded([3]), greedy(model, padded([3]), new=2)) >= 0
 
 

@@ -19,6 +19,8 @@ from lm_eval.models.huggingface import HFLM
 import cf_ops
 import cf_ops.lm_eval
 import hf_models
+from cf_ops import _core
+from cuda_models import Oracle, gpu
 from test_hf_lm_eval import directory, numbers  # directory is a fixture
 
 Native = cf_ops.lm_eval.register_native()
@@ -97,6 +99,31 @@ def test_answers_are_hflms(models):
     wanted = theirs.generate_until(requests("generate_until", ends), disable_tqdm=True)
     made = ours.generate_until(requests("generate_until", ends), disable_tqdm=True)
     assert made == wanted and all(len(answer) <= 3 for answer in made)
+
+
+@gpu
+def test_likelihoods_on_a_gpu_are_the_cpus_within_the_bound(models, directory):
+    _, ours = models
+    on_gpu = Native(str(directory / "model"), device="cuda", batch_size=3, max_length=40)
+    assert on_gpu.model.device == "cuda:0" and on_gpu.model.slots == 3
+    weights = _core.Weights.open(str(directory / "model"))
+    generator = torch.Generator().manual_seed(4)
+
+    def allowed(string):
+        ids = on_gpu.tok_encode(string)
+        return 2 * max(Oracle(weights, ids[i : i + 40], "float16").allowed for i in range(0, len(ids), 40)) * len(ids)
+
+    arguments = [(text(generator, n).strip() or "x", " " + text(generator, 4)) for n in (1, 7, 30, 7, 20)]
+    pairs = (model.loglikelihood(requests("loglikelihood", arguments), disable_tqdm=True) for model in (ours, on_gpu))
+    for (context, continuation), (exact, _), (got, _) in zip(arguments, *pairs):
+        assert got == pytest.approx(exact, abs=allowed(context + continuation))
+    texts = [(text(generator, n),) for n in (1, 40, 100)]
+    sums = (
+        model.loglikelihood_rolling(requests("loglikelihood_rolling", texts), disable_tqdm=True)
+        for model in (ours, on_gpu)
+    )
+    for (one,), exact, got in zip(texts, *sums):
+        assert got == pytest.approx(exact, abs=allowed(one))
 
 
 def test_chats_are_rendered_by_the_checkpoints_template(directory, tmp_path):

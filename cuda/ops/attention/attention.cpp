@@ -33,11 +33,26 @@ Status check_page_size(const ops::Attention::Args& a) {
                                                 std::to_string(kMostPageEntries) + ", got " + std::to_string(entries));
 }
 
-/// What the decode kernels leave to none: they take a cache of any kind.
+/// What the decode kernels do not take: all else about a cache they do.
 Status check_decode(const ops::Attention::Args& a) {
-  CF_TRY(check_equal_runs(a));
   CF_TRY(check_sizes(a));
   return check_page_size(a);
+}
+
+/// The sizes by which decode attention plans one launch for runs, all of which have fewer queries than a prefill's.
+Result<ops::Attention::Dims> decode_runs_dims(const Arch& arch, const ops::Attention::Args& a) {
+  CF_TRY(check_decode(a));
+  if (a.runs.empty()) return not_taken("runs that differ", "as many queries of each sequence");
+  ops::Attention::Dims d = ops::Attention::dims(a);
+  d.batch = 0;
+  d.q_len = 1;
+  for (const RowRun& run : a.runs) {
+    if (prefill_pays(arch, run.count))
+      return not_taken("runs of fewer than " + std::to_string(arch.tuning->prefill_queries) + " queries",
+                       std::to_string(run.count));
+    d.batch += run.count;
+  }
+  return d;
 }
 
 Status check_16_bits(const ops::Attention::Args& a) {
@@ -82,17 +97,28 @@ Result<PrefillPlan> plan_attention_prefill(const Target& target, const ops::Atte
 }
 
 Result<AttentionPlan> plan_attention_decode(const Target& target, const ops::Attention::Args& a) {
+  CF_TRY(check_equal_runs(a));
   CF_TRY(check_decode(a));
   CF_TRY(check_16_bits(a));
-  if (target.arch.tuning->is_invariant()) return not_taken("classes of step sizes", "one class");
   return attention_plan(target.arch, ops::Attention::dims(a), a.q.dtype);
 }
 
+Result<TableLaunches<AttentionPlan>> plan_attention_decode_runs(const Target& target, const ops::Attention::Args& a) {
+  CF_TRY_ASSIGN(const ops::Attention::Dims d, decode_runs_dims(target.arch, a));
+  CF_TRY(check_16_bits(a));
+  return TableLaunches<AttentionPlan>{attention_plan(target.arch, d, a.q.dtype), run_tables(a.runs)};
+}
+
 Result<FloatAttentionPlan> plan_attention_f32(const Target& target, const ops::Attention::Args& a) {
+  CF_TRY(check_equal_runs(a));
   CF_TRY(check_decode(a));
-  // The number of splits depends on the step's queries.
-  if (target.arch.tuning->is_invariant()) return FloatAttentionPlan{.splits = 1};
   return FloatAttentionPlan{.splits = attention_plan(target.arch, ops::Attention::dims(a), DType::f32).splits};
+}
+
+Result<TableLaunches<FloatAttentionPlan>> plan_attention_f32_runs(const Target& target, const ops::Attention::Args& a) {
+  CF_TRY_ASSIGN(const ops::Attention::Dims d, decode_runs_dims(target.arch, a));
+  return TableLaunches<FloatAttentionPlan>{{.splits = attention_plan(target.arch, d, DType::f32).splits},
+                                           run_tables(a.runs)};
 }
 
 }  // namespace cf::cuda

@@ -23,12 +23,14 @@ AttentionCall attention_call(const ops::Attention::Args& a) {
 
 Status launch_attention_f32(const ops::Attention::Args& a, const FloatAttentionPlan& plan, LaunchList& launches) {
   if (needs_any_cache(a)) return launch_any_float(a, plan, launches);
-  return launch_float(a, attention_call(a), plan, launches);
+  const auto d = ops::Attention::dims(a);
+  return launch_float({d.batch, d.q_len}, DecodeCall{attention_call(a)}, plan, launches);
 }
 
 Status launch_attention_decode(const ops::Attention::Args& a, const AttentionPlan& plan, LaunchList& launches) {
   if (needs_any_cache(a)) return launch_any_decode(a, plan, launches);
-  return launch_decode(a, attention_call(a), plan, launches);
+  const auto d = ops::Attention::dims(a);
+  return launch_decode({d.batch, d.q_len}, a.q.dtype, DecodeCall{attention_call(a)}, plan, launches);
 }
 
 }  // namespace cf::cuda

@@ -30,7 +30,6 @@ struct AttentionCall {
 
   /// How many keys query i of a sequence with n valid entries sees. Without any its result is NaN.
   __device__ int visible_keys(int n, int i) const { return cache.visible_entries(n, q_len, i); }
-  __device__ AllTiles tiles(int n, int i, int tile_keys) const { return {visible_keys(n, i), tile_keys}; }
   /// The first element of a query, in q and in y.
   __device__ long query(int b, int i, int head) const { return ((long(b) * q_len + i) * heads + head) * head_dim; }
   /// The kv head that a query head reads.

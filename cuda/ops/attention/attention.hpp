@@ -6,6 +6,7 @@
 #include "core/ops/attention.hpp"
 #include "cuda/device/gqa_tile.hpp"
 #include "cuda/ops/kernel.hpp"
+#include "cuda/ops/run_table.hpp"
 #include "cuda/runtime/arch.hpp"
 #include "cuda/runtime/plan_text.hpp"
 
@@ -299,9 +300,14 @@ Result<WgmmaPlan> plan_attention_wgmma(const Target&, const ops::Attention::Args
 Result<PrefillPlan> plan_attention_prefill(const Target&, const ops::Attention::Args&);
 Result<AttentionPlan> plan_attention_decode(const Target&, const ops::Attention::Args&);
 Result<FloatAttentionPlan> plan_attention_f32(const Target&, const ops::Attention::Args&);
+// Of runs with fewer queries than a prefill's, of any counts and of any sequences.
+Result<TableLaunches<AttentionPlan>> plan_attention_decode_runs(const Target&, const ops::Attention::Args&);
+Result<TableLaunches<FloatAttentionPlan>> plan_attention_f32_runs(const Target&, const ops::Attention::Args&);
 Status launch_attention_wgmma(const ops::Attention::Args&, const WgmmaPlan&, LaunchList&);
 Status launch_attention_prefill(const ops::Attention::Args&, const PrefillPlan&, LaunchList&);
 Status launch_attention_decode(const ops::Attention::Args&, const AttentionPlan&, LaunchList&);
 Status launch_attention_f32(const ops::Attention::Args&, const FloatAttentionPlan&, LaunchList&);
+Status launch_attention_decode_runs(const ops::Attention::Args&, const TableLaunches<AttentionPlan>&, LaunchList&);
+Status launch_attention_f32_runs(const ops::Attention::Args&, const TableLaunches<FloatAttentionPlan>&, LaunchList&);
 
 }  // namespace cf::cuda

@@ -2,22 +2,21 @@
 #include "cuda/ops/attention/decode.cuh"
 
 namespace cf::cuda {
-namespace {
 
-AnyAttentionCall any_attention_call(const ops::Attention::Args& a) {
+AnyDecodeCall any_decode_call(const ops::Attention::Args& a) {
   const bool streams = a.max_kv_len > cache_capacity(a);
   const AnyCacheView view(a.k_cache, a.page_table, streams ? a.window : KeyWindow{});
-  return {attention_call(a), view, a.q_sinks.data, a.window, int(a.k_cache.shape[0])};
+  return {{attention_call(a)}, view, a.q_sinks.data, a.window, int(a.k_cache.shape[0])};
 }
 
-}  // namespace
-
 Status launch_any_float(const ops::Attention::Args& a, const FloatAttentionPlan& plan, LaunchList& launches) {
-  return launch_float(a, any_attention_call(a), plan, launches);
+  const auto d = ops::Attention::dims(a);
+  return launch_float({d.batch, d.q_len}, any_decode_call(a), plan, launches);
 }
 
 Status launch_any_decode(const ops::Attention::Args& a, const AttentionPlan& plan, LaunchList& launches) {
-  return launch_decode(a, any_attention_call(a), plan, launches);
+  const auto d = ops::Attention::dims(a);
+  return launch_decode({d.batch, d.q_len}, a.q.dtype, any_decode_call(a), plan, launches);
 }
 
 }  // namespace cf::cuda

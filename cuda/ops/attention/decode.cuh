@@ -1,11 +1,12 @@
 #pragma once
 // Decode attention, in 16 bits and in float32. attention.cu has the kernels for all keys of one contiguous cache,
-// attention_any.cu those for the rest: pages, windows, sinks and streams.
+// attention_any.cu those for the rest: pages, windows, sinks and streams. attention_runs.cu has the kernels for runs.
 #include <type_traits>
 
 #include "cuda/device/overwrite.cuh"
 #include "cuda/ops/any_cache.hpp"
 #include "cuda/ops/attention/attention.cuh"
+#include "cuda/ops/run_table.hpp"
 #include "cuda/runtime/launch.hpp"
 
 namespace cf::cuda {
@@ -14,17 +15,45 @@ inline constexpr int kDecodeThreads = 32 * kAttentionWarps;
 // The threads of a block of the float32 kernel, and how many keys each of its groups loads at once.
 inline constexpr int kFloatThreads = 256, kKeysAtOnce = 4;
 
+/// The arguments of a kernel for as many queries of each sequence, which sees all keys of a contiguous cache.
+struct DecodeCall : AttentionCall {
+  /// The sequence of the blocks with this index along z.
+  __device__ int sequence(int z) const { return z; }
+  /// Whether it has a query i.
+  __device__ bool has_query(int, int) const { return true; }
+  /// The keys that its query i sees, where the sequence has n valid entries.
+  __device__ AllTiles tiles(int, int n, int i, int tile_keys) const { return {visible_keys(n, i), tile_keys}; }
+};
+
 /// The arguments of a kernel for caches of every kind. `cache` of AttentionCall is not used.
-struct AnyAttentionCall : AttentionCall {
+struct AnyDecodeCall : DecodeCall {
   AnyCacheView any;
   const void* q_sinks;  // null without sinks
   KeyWindow window;
   int pool;  // pages of all sequences; none is read that the table has and the pool has not
 
-  __device__ SeenTiles tiles(int n, int i, int tile_keys) const {
+  __device__ SeenTiles tiles(int, int n, int i, int tile_keys) const {
     return {window, any.visible_entries(n, q_len, i), tile_keys};
   }
 };
+
+/// The same for runs of any counts. `q_len` is the largest count.
+struct RunsDecodeCall : AnyDecodeCall {
+  RunTable table;
+
+  __device__ int sequence(int z) const { return table.run[z].sequence; }
+  __device__ bool has_query(int z, int i) const { return i < table.run[z].count; }
+  __device__ SeenTiles tiles(int z, int n, int i, int tile_keys) const {
+    return {window, any.visible_entries(n, table.run[z].count, i), tile_keys};
+  }
+  __device__ long query(int z, int i, int head) const {
+    return (long(table.run[z].first_row + i) * heads + head) * head_dim;
+  }
+};
+
+/// Whether a kernel with these arguments takes a cache of any kind.
+template <class Call>
+inline constexpr bool takes_any_cache = std::is_base_of_v<AnyDecodeCall, Call>;
 
 /// A page as the table has it. The first of the pool, and `outside` is set, where the pool has no such page.
 __device__ inline std::int32_t page_in_pool(std::int32_t page, int pool, bool& outside) {
@@ -37,7 +66,7 @@ __device__ inline std::int32_t page_in_pool(std::int32_t page, int pool, bool& o
 class WarpPages {
  public:
   /// Asks for the first 32 pages, which in most caches are all.
-  __device__ WarpPages(const AnyAttentionCall& c, int sequence) : c_(c), sequence_(sequence) {
+  __device__ WarpPages(const AnyDecodeCall& c, int sequence) : c_(c), sequence_(sequence) {
     if (c.any.in_pages()) load(0);
   }
   /// The sequence's i-th page.
@@ -54,7 +83,7 @@ class WarpPages {
     page_ = c_.any.page(sequence_, min(int(first + threadIdx.x % 32), c_.any.pages() - 1));
   }
 
-  const AnyAttentionCall& c_;
+  const AnyDecodeCall& c_;
   int sequence_;
   bool outside_ = false;
   std::uint32_t first_ = 0;
@@ -71,11 +100,11 @@ struct NoPages {
 /// wait for each other before a tile is overwritten. At the end the warps' partial results are merged in order, and
 /// then those of the splits. With `after_waiting` the block copies its first tiles, but for the newest key, before it
 /// waits for its predecessors: LaunchMode::after_waiting. Without Shared a GQA tile is a lone head. That kernel has no
-/// code for several heads, which makes layers slower (kH200Tuning). Call is AttentionCall or AnyAttentionCall.
+/// code for several heads, which makes layers slower (kH200Tuning). Call is DecodeCall, AnyDecodeCall or RunsDecodeCall.
 template <class T, int HeadDim, bool Shared, class Call>
 __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
     decode_kernel(const __grid_constant__ Call c, int gqa_heads, int splits, int stages, bool after_waiting) {
-  constexpr bool any = std::is_same_v<Call, AnyAttentionCall>;
+  constexpr bool any = takes_any_cache<Call>;
   constexpr int warp_keys = keys_at_once(HeadDim), tile_keys = decode_tile(HeadDim);
   constexpr int stage = tile_bytes(tile_keys, HeadDim) / int(sizeof(T));
   extern __shared__ __align__(16) unsigned char smem[];
@@ -87,7 +116,7 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
   let_successor_start();
   if (!after_waiting) wait_for_predecessors();
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, b = blockIdx.z;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, z = blockIdx.z, b = c.sequence(z);
   const int first_head = int(blockIdx.y) * heads, kv_head = c.kv_head(first_head);
   const int kv_len = c.kv_len[b];  // its load and that of the pages are in flight while the barriers are made
   std::conditional_t<any, WarpPages, NoPages> pages(c, b);
@@ -100,7 +129,8 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
   __syncthreads();
 
   const int split = int(blockIdx.x) % splits, i = int(blockIdx.x) / splits;
-  const auto seen = c.tiles(kv_len, i, tile_keys);
+  if (!c.has_query(z, i)) return;
+  const auto seen = c.tiles(z, kv_len, i, tile_keys);
   const SplitTiles own(seen.count(), splits, split);
   if (split >= own.used) return;
   // With after_waiting the predecessors write no key but the newest. Its run is copied when they are done.
@@ -144,7 +174,7 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
   // Row g of the operand is head g of the GQA tile. A lone head is every row.
   const int g = Shared ? lane / 4 : 0;
   const auto query = [&](const void* q) {
-    return g < heads ? static_cast<const T*>(q) + c.query(b, i, first_head + g) : nullptr;
+    return g < heads ? static_cast<const T*>(q) + c.query(z, i, first_head + g) : nullptr;
   };
   AttentionRows<T, HeadDim, tile_keys, warp_keys, 1> rows(c.head_dim,
                                                           [&](int, int) { return any ? nullptr : query(c.q); });
@@ -186,7 +216,7 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
       if (8 * n < c.head_dim)
         *reinterpret_cast<float2*>(part + 8 * n + 2 * t) = {rows.values[0][n][0] + rows.values[0][n][2],
                                                             rows.values[0][n][1] + rows.values[0][n][3]};
-  T* const y = static_cast<T*>(c.y) + c.query(b, i, first_head);
+  T* const y = static_cast<T*>(c.y) + c.query(z, i, first_head);
   if constexpr (Shared)
     finish_gqa_tile(parts, kAttentionWarps, heads, sent, inbox, split, own.used, c.head_dim, y);
   else
@@ -207,11 +237,12 @@ __global__ void __launch_bounds__(kFloatThreads) float_kernel(const __grid_const
   let_successor_start();
   wait_for_predecessors();
 
-  const int group = threadIdx.x / Lanes, lane = threadIdx.x % Lanes, column = lane * kVec, b = blockIdx.z,
-            head = blockIdx.y;
+  const int group = threadIdx.x / Lanes, lane = threadIdx.x % Lanes, column = lane * kVec, z = blockIdx.z,
+            head = blockIdx.y, b = c.sequence(z);
   const int split = int(blockIdx.x) % splits, i = int(blockIdx.x) / splits;
+  if (!c.has_query(z, i)) return;
   const int kv_len = c.kv_len[b], tile_keys = decode_tile(padded_head_dim(c.head_dim));
-  const auto seen = c.tiles(kv_len, i, tile_keys);
+  const auto seen = c.tiles(z, kv_len, i, tile_keys);
   const SplitTiles own(seen.count(), splits, split);
   if (split >= own.used) return;
 
@@ -222,7 +253,7 @@ __global__ void __launch_bounds__(kFloatThreads) float_kernel(const __grid_const
   float q[kVec] = {}, sum[kVec] = {};
   SoftmaxState state;
   const auto load_query = [&](const void* from) {
-    if (active) load_vec(static_cast<const float*>(from) + c.query(b, i, head) + column, q);
+    if (active) load_vec(static_cast<const float*>(from) + c.query(z, i, head) + column, q);
 #pragma unroll
     for (int e = 0; e < kVec; ++e) q[e] *= c.scale;
   };
@@ -266,7 +297,7 @@ __global__ void __launch_bounds__(kFloatThreads) float_kernel(const __grid_const
     }
   };
   bool outside = false;  // the table had a page that the pool has not
-  if constexpr (std::is_same_v<Call, AnyAttentionCall>) {
+  if constexpr (takes_any_cache<Call>) {
     const auto page_of = [&](std::uint32_t page) { return page_in_pool(c.any.page(b, page), c.pool, outside); };
 #pragma unroll 1
     for (int window = 0; window <= 1; ++window) {  // the sinks' tiles, then the window's
@@ -291,7 +322,7 @@ __global__ void __launch_bounds__(kFloatThreads) float_kernel(const __grid_const
   if (active) store_vec(part + column, sum);
   if (lane == 0) *reinterpret_cast<float2*>(part + c.head_dim) = {state.max, outside ? NAN : state.sum};
   finish_attention(parts, groups, sent, inbox, split, own.used, c.head_dim,
-                   static_cast<float*>(c.y) + c.query(b, i, head));
+                   static_cast<float*>(c.y) + c.query(z, i, head));
 }
 
 template <class Call>
@@ -309,37 +340,41 @@ auto decode_kernel_for(int head_dim) {
   }
 }
 
+/// The blocks along z of one launch, and the most queries that one of them has.
+struct DecodeRuns {
+  std::int64_t runs, most;
+};
+
 template <class Call>
-Status launch_float(const ops::Attention::Args& a, const Call& call, const FloatAttentionPlan& plan,
-                    LaunchList& launches) {
-  const auto d = ops::Attention::dims(a);
-  const LaunchShape shape{.grid = dim3(unsigned(d.q_len * plan.splits), unsigned(d.heads), unsigned(d.batch)),
+Status launch_float(const DecodeRuns& r, const Call& call, const FloatAttentionPlan& plan, LaunchList& launches) {
+  const LaunchShape shape{.grid = dim3(unsigned(r.most * plan.splits), unsigned(call.heads), unsigned(r.runs)),
                           .block = kFloatThreads,
                           .cluster_blocks = plan.splits};
-  return launch(ops::Attention::name, launches, shape, float_kernel_for<Call>(int(d.head_dim)), call, plan.splits);
+  return launch(ops::Attention::name, launches, shape, float_kernel_for<Call>(call.head_dim), call, plan.splits);
 }
 
 template <class Call>
-Status launch_decode(const ops::Attention::Args& a, const Call& call, const AttentionPlan& plan, LaunchList& launches) {
-  const auto d = ops::Attention::dims(a);
+Status launch_decode(const DecodeRuns& r, DType activation, const Call& call, const AttentionPlan& plan,
+                     LaunchList& launches) {
   const LaunchShape shape{
-      .grid = dim3(unsigned(d.q_len * plan.splits), unsigned(d.heads / plan.gqa_heads), unsigned(d.batch)),
+      .grid = dim3(unsigned(r.most * plan.splits), unsigned(call.heads / plan.gqa_heads), unsigned(r.runs)),
       .block = kDecodeThreads,
       .smem_bytes = std::size_t(plan.smem_bytes),
       .cluster_blocks = plan.splits};
   // With one token a sequence all keys but the newest are older than the predecessors.
-  const bool after_waiting = launches.mode().after_waiting && d.q_len == 1;
+  const bool after_waiting = launches.mode().after_waiting && r.most == 1;
   const auto add = [&](auto zero) {
     using T = decltype(zero);
-    const int head_dim = int(d.head_dim);
-    const auto kernel =
-        plan.gqa_heads > 1 ? decode_kernel_for<T, true, Call>(head_dim) : decode_kernel_for<T, false, Call>(head_dim);
+    const auto kernel = plan.gqa_heads > 1 ? decode_kernel_for<T, true, Call>(call.head_dim)
+                                           : decode_kernel_for<T, false, Call>(call.head_dim);
     return launch(ops::Attention::name, launches, shape, kernel, call, plan.gqa_heads, plan.splits, plan.stages,
                   after_waiting);
   };
-  return a.q.dtype == DType::f16 ? add(f16{}) : add(bf16{});
+  return activation == DType::f16 ? add(f16{}) : add(bf16{});
 }
 
+/// The arguments for a cache of any kind.
+AnyDecodeCall any_decode_call(const ops::Attention::Args& a);
 // attention_any.cu. The arguments ask for more than all keys of a contiguous cache: needs_any_cache().
 Status launch_any_float(const ops::Attention::Args& a, const FloatAttentionPlan& plan, LaunchList& launches);
 Status launch_any_decode(const ops::Attention::Args& a, const AttentionPlan& plan, LaunchList& launches);

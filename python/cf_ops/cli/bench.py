@@ -20,7 +20,6 @@ import numpy as np
 
 from cf_ops import _core
 from cf_ops._progress import Progress
-from cf_ops._score import piece_of
 from cf_ops.cli import _program as program
 from cf_ops.model import Model
 
@@ -108,7 +107,7 @@ def _time_score(model: Model, length: int, runs: int, warmup: int) -> dict[str, 
             scorer = model.scorer(1, length)
             try:
                 begin = time.perf_counter()
-                scorer.begin([(ids, 1)], piece=piece_of(model))
+                scorer.begin([(ids, 1)])
                 while not scorer.done:
                     scorer.step()
                 score_s = time.perf_counter() - begin
