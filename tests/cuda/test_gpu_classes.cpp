@@ -119,7 +119,8 @@ int check_classes(DeviceProblem<Op>& p, std::span<const int> bits, cuda::Context
       if (*n < range.first || *n > range.last) continue;
       const bool is_first = expected.empty();
       if (is_first) expected.resize(kMostTokens);
-      for (std::int64_t first : {std::int64_t(0), std::int64_t(5), kMostTokens - *n}) {
+      // Rows of an odd size are aligned at every eighth row.
+      for (std::int64_t first : {std::int64_t(0), std::int64_t(8), (kMostTokens - *n) / 8 * 8}) {
         if (first + *n > kMostTokens) continue;
         const auto part = part_of<Op>(p.args(), kMostTokens, first, *n);
         const std::vector<std::string> got = row_bits<Op>(part, *n, c, scratch);
@@ -132,7 +133,6 @@ int check_classes(DeviceProblem<Op>& p, std::span<const int> bits, cuda::Context
         INFO("rows " << first << " to " << first + *n << ", class of " << range.first << " to " << range.last
                      << " tokens, sm_" << c.arch().compute_capability);
         CHECK(wrong == 0);
-        if (first == kMostTokens - *n) break;
       }
       compared += !is_first;
     }
