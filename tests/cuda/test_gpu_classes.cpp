@@ -266,7 +266,7 @@ struct Small {
     config.name = "small";
     config.num_hidden_layers = 3;
     config.vocab_size = kVocab;
-    config.max_position_embeddings = 96;
+    config.max_position_embeddings = 512;
     weights = std::make_shared<OwnedModelWeights>(procedural_model(config, dtype, 7, linears));
   }
   std::unique_ptr<cuda::Model> model(cuda::Model::Options o) const {
@@ -398,6 +398,42 @@ TEST_CASE("an invariant model on the GPU: a token's logits have the same bits in
   for (std::int64_t slot = 0; slot < 64; ++slot)
     if (slot != 17) others.push_back(slot);
   check_rows(logits_by_steps(*small.model({.slots = 64, .capacity = 96}), ids, 20, 17, others), expected);
+}
+
+TEST_CASE("classes on the GPU: a prompt's logits have the same bits alone, in pieces and in one pass with others",
+          "[gpu][classes][model]") {
+  const Small neox(model_of(4, 64, 16, 512), DType::f16),
+      llama(gated_model_of(ModelType::llama, 6, 2, 64, 256, 320), DType::bf16);
+  for (const Small* small : {&neox, &llama}) {
+    // All passes have more than 128 tokens, all runs 64 and more, and the head eight rows or fewer.
+    const std::vector<Ids> prompts{ids_of(130, 1), ids_of(200, 2), ids_of(401, 3)};
+    const auto model = [&] {
+      return taken(cuda::Model::create(context(), small->config.name, small->config, small->weights->weights,
+                                       {.slots = 3, .capacity = 512}));
+    };
+    std::vector<std::string> expected;
+    const auto alone = model();
+    for (std::size_t slot = 0; slot < prompts.size(); ++slot) {
+      require_ok(alone->prefill(std::int64_t(slot), 0, prompts[slot]));
+      expected.push_back(bits_of(taken(alone->logits(std::int64_t(slot)))));
+    }
+    const auto pieces = model();
+    for (std::size_t first : {0, 138, 270}) {
+      const std::size_t end = first == 0 ? 138 : first == 138 ? 270 : 401;
+      require_ok(pieces->prefill(2, std::int64_t(first), std::span(prompts[2]).subspan(first, end - first)));
+    }
+    CHECK((bits_of(taken(pieces->logits(2))) == expected[2]));
+    const auto together = model();
+    std::vector<Run> runs;
+    Ids ids;
+    for (std::size_t slot = 0; slot < prompts.size(); ++slot) {
+      runs.push_back({.sequence = std::int64_t(slot), .count = std::int64_t(prompts[slot].size())});
+      ids.insert(ids.end(), prompts[slot].begin(), prompts[slot].end());
+    }
+    require_ok(together->run(runs, ids, {}));
+    for (std::size_t slot = 0; slot < prompts.size(); ++slot)
+      CHECK((bits_of(taken(together->logits(std::int64_t(slot)))) == expected[slot]));
+  }
 }
 
 TEST_CASE("an invariant model on the GPU: its impls, and its memory for few tokens", "[gpu][classes][model]") {
