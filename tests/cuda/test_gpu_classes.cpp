@@ -329,6 +329,29 @@ std::vector<std::string> logits_by_pieces(cuda::Model& model, const Ids& ids, st
   return rows;
 }
 
+/// The same in slot 1 of four, whose steps read pieces of all slots' ids: one token of some, more of others.
+std::vector<std::string> logits_in_mixed_steps(cuda::Model& model, const Ids& ids) {
+  std::vector<std::string> rows(ids.size());
+  const std::vector<Ids> all{ids_of(kLength, 200), ids, ids_of(kLength, 201), ids_of(kLength, 202)};
+  constexpr std::int64_t pieces[] = {1, 5, 1, 17, 1, 1, 2, 33, 1, 9};
+  std::vector<std::int64_t> done(all.size());
+  for (std::size_t step = 0; done[1] < std::int64_t(ids.size()); ++step) {
+    std::vector<Run> runs;
+    Ids of_step;
+    for (std::size_t slot = 0; slot < all.size(); ++slot) {
+      const std::int64_t left = std::int64_t(all[slot].size()) - done[slot],
+                         count = std::min(left, pieces[(step + 3 * slot) % std::size(pieces)]);
+      if (count == 0) continue;
+      runs.push_back({.sequence = std::int64_t(slot), .first_position = done[slot], .count = count});
+      of_step.insert(of_step.end(), all[slot].begin() + done[slot], all[slot].begin() + done[slot] + count);
+      done[slot] += count;
+    }
+    require_ok(model.run(runs, of_step, {}));
+    rows[std::size_t(done[1] - 1)] = bits_of(taken(model.logits(1)));
+  }
+  return rows;
+}
+
 /// The rows that are known, compared with those of one pass over all ids.
 void check_rows(const std::vector<std::string>& got, const std::vector<std::string>& expected) {
   REQUIRE(got.size() == expected.size());
@@ -367,6 +390,8 @@ TEST_CASE("an invariant model on the GPU: a token's logits have the same bits in
   // Token by token, by both ways to launch a step.
   for (cuda::Impl impl : {cuda::Impl::graph, cuda::Impl::unfused})
     check_rows(logits_by_steps(*small.model({.capacity = 96, .impl = impl}), ids, 1, 0), expected);
+  // In steps that have pieces of other prompts.
+  check_rows(logits_in_mixed_steps(*small.model({.slots = 4, .capacity = 96}), ids), expected);
   // Beside idle slots, and beside others that decode.
   check_rows(logits_by_steps(*small.model({.slots = 3, .capacity = 96}), ids, 20, 1), expected);
   std::vector<std::int64_t> others;

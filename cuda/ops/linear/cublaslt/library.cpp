@@ -297,34 +297,34 @@ Result<std::unique_ptr<OrderProbe>> OrderProbe::create(const Gemm& like, cublasL
   CF_TRY_ASSIGN(probe->stream_, make_stream());
   CUstream_st* const stream = probe->stream_.get();
   const std::int64_t rows = kLeastRows + like.out % 8;  // where rows of y are not aligned, they are not here
-  // x, the weight, the bias and the residual are random; behind them lie y and the workspace.
+  // The workspace, then x, the weight, the bias and the residual of random numbers, then y.
   const auto number_bytes = [](std::int64_t numbers) { return std::size_t(numbers) * 2; };
-  const std::size_t weight = number_bytes(kTokens * like.in), bias = weight + number_bytes(rows * like.in),
-                    residual = bias + number_bytes(kLeastRows + 8),
+  const std::size_t x = kGemmWorkspaceBytes, weight = x + number_bytes(kTokens * like.in),
+                    bias = weight + number_bytes(rows * like.in), residual = bias + number_bytes(kLeastRows + 8),
                     y = residual + number_bytes(kTokens * (kLeastRows + 8));
   probe->y_bytes_ = std::size_t(kTokens * rows) * size_bytes(like.output);
   void* memory = nullptr;
-  CF_TRY(from_cuda(cudaMalloc(&memory, y + probe->y_bytes_ + kGemmWorkspaceBytes), "cudaMalloc"));
+  CF_TRY(from_cuda(cudaMalloc(&memory, y + probe->y_bytes_), "cudaMalloc"));
   std::byte* const at = static_cast<std::byte*>(memory);
   probe->memory_.reset(at);
   probe->y_ = at + y;
+  CF_TRY(from_cuda(cudaMemsetAsync(at, 0, kGemmWorkspaceBytes, stream), "cudaMemsetAsync"));
   const std::vector<std::uint16_t> numbers = random_numbers(like.dtype);
-  for (std::size_t filled = 0, bytes; filled < y; filled += bytes) {
+  for (std::size_t filled = x, bytes; filled < y; filled += bytes) {
     bytes = std::min(y - filled, number_bytes(std::int64_t(numbers.size())));
     CF_TRY(from_cuda(cudaMemcpyAsync(at + filled, numbers.data(), bytes, cudaMemcpyHostToDevice, stream),
                      "cudaMemcpyAsync"));
   }
-  CF_TRY(from_cuda(cudaMemsetAsync(probe->y_, 0, probe->y_bytes_ + kGemmWorkspaceBytes, stream), "cudaMemsetAsync"));
   CF_TRY(from_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize"));
   Gemm gemm = like;
   gemm.tokens = kTokens;
   gemm.out = rows;
-  gemm.x = at;
+  gemm.x = at + x;
   gemm.weight = at + weight;
   gemm.bias = like.bias ? at + bias : nullptr;
   gemm.residual = like.residual ? at + residual : nullptr;
   gemm.y = probe->y_;
-  gemm.workspace = probe->y_ + probe->y_bytes_;
+  gemm.workspace = at;
   CF_TRY_ASSIGN(probe->product_, Product::create(gemm));
   return probe;
 }
@@ -332,6 +332,7 @@ Result<std::unique_ptr<OrderProbe>> OrderProbe::create(const Gemm& like, cublasL
 Result<std::vector<std::byte>> OrderProbe::bits(const cublasLtMatmulAlgo_t& algorithm) {
   std::vector<std::byte> bits;
   if (!product_->takes(handle_, algorithm)) return bits;
+  CF_TRY(from_cuda(cudaMemsetAsync(y_, 0xff, y_bytes_, stream_.get()), "cudaMemsetAsync"));
   product_->choose(handle_, algorithm);
   if (!product_->multiply(stream_.get())) return bits;
   bits.resize(y_bytes_);
