@@ -284,6 +284,12 @@ TEST_CASE("cf-model bench on the GPU: table, JSON and CSV", "[gpu][cf-model]") {
   const Json cold = json_of("bench --preset pythia-410m --prompt-len 16 --new-tokens 8 --runs 2 --warmup 1");
   CHECK(cold["runs"] == 2);
   CHECK(cold["results"][0]["decode_percent_of_read"] < 105);
+  // A prompt that joins is read in pieces: no step of the others takes as long as its first id.
+  const auto joined = run_bench(
+      "--backend cuda --preset pythia-160m --prompt-len 4 --new-tokens 1 --slots 9 --joiner-len 1500 --runs 2");
+  const Json& row = joined.report["results"][0];
+  CHECK(double(row["stall_ms"]) > 0);
+  CHECK(double(row["stall_ms"]) < double(row["joiner_ttft_ms"]));
 }
 
 TEST_CASE("cf-model bench --score on the GPU", "[gpu][cf-model]") {
