@@ -192,7 +192,8 @@ using Norms = std::tuple<ops::LayerNorm, ops::RmsNorm, ops::LayerNormResidual, o
 OP_TEST_CASE("classes on the GPU: a normalised row has the same bits in all steps of a class", "[gpu][classes]",
              Norms) {
   for (DType dtype : {DType::f16, DType::bf16, DType::f32})
-    for (std::int64_t hidden : {264, 768, 2560, 8192}) {
+    for (std::int64_t hidden : {264, 2560, 8192}) {
+      if (hidden > 2560 && dtype != DType::f16) continue;  // to save time
       INFO(to_string(dtype) << ", hidden " << hidden);
       DeviceProblem<TestType> p(setup(dtype), {{kMostTokens, hidden}, {}});
       for (cuda::Context& c : all_contexts()) CHECK(check_classes(p, {}, c, {}) >= 10);
