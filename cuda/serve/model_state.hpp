@@ -5,6 +5,7 @@
 //   model_passes.cpp   several prompts and running tokens together, pass by pass
 //   model_score.cpp    log-probabilities of given ids
 //   model_steps.cpp    steps of all slots
+//   model_pages.cpp    the pages of slots, where they share a pool
 //   model_choices.cpp  the next ids, and why there is none
 //   pipeline.hpp       which steps run before they are asked for, and where the logits lie
 #include <cuda_runtime_api.h>
@@ -16,6 +17,7 @@
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cuda/model/extend.hpp"
@@ -90,7 +92,9 @@ struct Model::State final : PipelineDevice, OwnTensors {
         cache(std::move(k)),
         workspace(std::move(a)),
         executor(context, i),
-        pipeline(*this, o.slots, m, o.capacity) {}
+        pipeline(*this, o.slots, o.capacity, cache.limit()),
+        pages(o.slots, o.capacity, o.pool()),
+        stepping(std::size_t(o.slots), false) {}
   State(const State&) = delete;
   State& operator=(const State&) = delete;
   ~State() override {
@@ -146,6 +150,16 @@ struct Model::State final : PipelineDevice, OwnTensors {
   }
   /// Puts the launches of these tensors onto the stream, a layer's as soon as they are prepared.
   Status put(const ModelTensors& t);
+  /// What a chunk's launches depend on: the slots and tokens of its runs, and where its logits go.
+  struct ChunkKey {
+    std::vector<std::pair<std::int64_t, std::int64_t>> runs;
+    const void* logits;
+    std::int64_t rows;
+    bool is_pass;  // of all slots' caches
+    auto operator<=>(const ChunkKey&) const = default;
+  };
+  /// The same for a chunk or a pass that may come again.
+  Status put(const ModelTensors& t, ChunkKey key);
   /// Puts a chunk's ids, positions and length onto the stream, and then its launches.
   Status read_chunk(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
   /// The chunk of these tensors as a graph.
@@ -170,6 +184,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
     std::span<const std::int32_t> ids;
     AnyView<2> rows;  // where the caller's logits of its last tokens go
     bool own;         // whether its last token's logits become the slot's
+    bool is_running = false;
     /// The last tokens whose logits are made.
     std::int64_t head_rows() const { return std::max<std::int64_t>(rows.shape[0], own ? 1 : 0); }
   };
@@ -193,7 +208,21 @@ struct Model::State final : PipelineDevice, OwnTensors {
   /// Copies the logits of slots to rows, one each.
   Status copy_logits(std::span<const std::int64_t> slots, std::span<const AnyView<2>> rows, bool on_device);
 
+  /// Of streams: puts the rows of RoPE's table for a pass of these positions onto the stream.
+  Status make_rope_rows(View<const std::int32_t, 1> positions);
+  /// The entries from which on a step leaves a slot idle that ran before.
+  std::int32_t most_followed() const { return std::int32_t(options.stream() ? kMostStreamTokens : options.capacity); }
+
+  /// Makes room in the pages for what these runs write, which was not foreseen. Code::out_of_memory, and no change,
+  /// where too few are free.
+  Status reserve(std::span<const Run> runs);
+  /// Brings the device's pages up to date.
+  Status update_pages(std::span<const PagePool::Copy> copies);
+  /// Forgets the entries that a step was given room for which ran ahead and is not asked for.
+  void drop_pages_ahead(SlotPages& of) const;
+
   // What the pipeline asks for.
+  Result<bool> make_room(std::span<const Token> next) override;
   Status place(std::span<const Token> tokens) override;
   Status run(Start start, LogitsBuffer to) override;
   Status keep(std::int64_t slot, LogitsBuffer from, std::int64_t length) override;
@@ -246,6 +275,8 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Visit visit;
   Check go_on;
   Pipeline pipeline;
+  SlotPages pages;
+  std::vector<bool> stepping;  // by slot: whether a step that follows the last one has a token of it
 
   // On the device.
   DeviceMemory memory, forward_memory, score_memory;  // `memory` is that of OwnTensors
@@ -262,9 +293,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
   /// The steps so far, by their start, where their logits go, and their slots.
   std::map<std::tuple<Start, LogitsBuffer, std::int64_t>, GraphExec> steps;
   std::int64_t placed_slots = 0;  // of the step that was placed last and of those that follow it
-  using ChunkKey = std::tuple<std::int64_t, std::int64_t, const void*, std::int64_t>;
-  // The prefill chunks so far, by slot, tokens, logits and their rows. From its second time on a chunk is a graph,
-  // whose branches run side by side.
+  /// The chunks and passes of prompts so far. From its second time on one is a graph, whose branches run side by side.
   std::map<ChunkKey, GraphExec> chunks;
   std::optional<PersistentKernel> whole;  // of the persistent impl
 };

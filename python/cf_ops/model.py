@@ -523,8 +523,9 @@ def load(
     layers: how many of the first layers the model has, all where it is None. The last norm and the head follow them, so
     that its logits are the logit lens of that layer.
 
-    Where the config of Mistral, Qwen2 or Qwen3 has a sliding_window, a token sees so many keys. On a GPU a sequence may
-    have so many positions. :attr:`Model.notes` says what of the config does not count and which weights were cast.
+    Where the config of Mistral, Qwen2 or Qwen3 has a sliding_window, a token sees so many keys. On a GPU the
+    impls "layer", "split" and "persistent" end a sequence there. :attr:`Model.notes` says what of the config does not
+    count and which weights were cast.
 
     device: "cpu", or "cuda" or "cuda:1" for a GPU. A GPU gets a copy of the weights and a cache of `slots` (1) sequences
     of `capacity` (2048) entries, and computes in the weights' own dtype. impl: how its steps are launched, "auto" for
