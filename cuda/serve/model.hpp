@@ -69,7 +69,8 @@ class Model final : public ModelRunner {
   EntryLimit limit() const override;
   /// The chunk, as far as all slots have room for one, and at least a token of each slot.
   std::int64_t pass_tokens() const override;
-  /// A token of each slot and 448 of prompts, as far as a pass has room for them. A lone slot's prompts are read whole.
+  /// A token of each slot and 128 to 255 of prompts, a multiple of 128 in all, as far as a pass has room for them. A lone
+  /// slot's prompts are read whole.
   std::int64_t preferred_step_tokens() const override;
   bool runs_ahead(std::span<const Run> runs, std::span<const std::int32_t> ids) const override;
   Impl impl() const;
