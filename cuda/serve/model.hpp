@@ -32,8 +32,8 @@ class Model final : public ModelRunner {
     std::int64_t chunk = 2048;     // tokens that go through the model at once: of a prompt, or of several
     std::optional<Impl> impl{};    // of steps; auto_impl() where it is empty
     bool in_place = false;         // whether the weights lie on the device and are read there, without a copy
-    /// Whether a token's bits are the same whatever else is in its step: every step has the kernels of many tokens, which
-    /// are slow for few (data/bench/README.md has the price). It takes the impls unfused and graph.
+    /// Whether a token's bits are the same whatever else is in its step: all steps have kernels with one order of sums,
+    /// which are slower for few tokens (data/bench/README.md has the price). It takes the impls unfused and graph.
     bool invariant = false;
     /// As cpu_ref::Model::Options has them. A page has a multiple of 64 entries up to 1024. Pages and streams, and with a
     /// model's own window a capacity beyond it, take the impls unfused and graph.
@@ -69,7 +69,8 @@ class Model final : public ModelRunner {
   EntryLimit limit() const override;
   /// The chunk, as far as all slots have room for one, and at least a token of each slot.
   std::int64_t pass_tokens() const override;
-  /// A token of each slot and 448 of prompts, as far as a pass has room for them. A lone slot's prompts are read whole.
+  /// A token of each slot and 128 to 255 of prompts, a multiple of 128 in all, as far as a pass has room for them. A lone
+  /// slot's prompts are read whole.
   std::int64_t preferred_step_tokens() const override;
   bool runs_ahead(std::span<const Run> runs, std::span<const std::int32_t> ids) const override;
   Impl impl() const;

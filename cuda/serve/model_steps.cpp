@@ -70,9 +70,9 @@ Status Model::State::prepare_steps() {
 }
 
 std::int64_t Model::State::step_slots(std::int64_t slots) const {
-  // A model of many slots whose last ones are idle has graphs for some smaller numbers of them. From the least of these
-  // on, products are those of many tokens.
-  constexpr std::int64_t least = 128;
+  // A model of many slots whose last ones are idle has graphs for some smaller numbers of them, whose products are all of
+  // the class of many tokens.
+  constexpr std::int64_t least = 256;
   if (impl != Impl::graph) return options.slots;
   std::int64_t some = least;
   while (some < slots) some *= 2;

@@ -545,8 +545,9 @@ def load(
     and are read once that far.
 
     step_tokens: the most tokens of a step: those of all running sequences, and beside them pieces of prompts, so that a
-    long prompt does not stop the others. 0 reads each prompt whole, in a step of its own. None is what the model prefers:
-    whole prompts, or with `invariant` as many tokens as go through it at once.
+    long prompt does not stop the others. 0 reads prompts whole, in steps of their own. None is what the model prefers: on
+    a GPU with several slots a few hundred beside running sequences, and else whole prompts; on the CPU whole prompts, or
+    with `invariant` as many tokens as go through it at once.
 
     invariant: whether a sequence's bits are the same whatever else is in its steps and however its prompt is divided. On
     the CPU for float32.
