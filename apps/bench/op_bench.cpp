@@ -8,12 +8,13 @@
 #include "core/model/examples.hpp"
 #include "core/model/layer.hpp"
 #include "core/procedural.hpp"
-#include "cuda/step/graph.hpp"
 #include "cuda/model/linear_scratch.hpp"
 #include "cuda/ops/linear/pack/pack.hpp"
 #include "cuda/ops/run.hpp"
+#include "cuda/port/run.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "cuda/runtime/range.hpp"
+#include "cuda/step/graph.hpp"
 
 namespace cf::apps {
 namespace {
@@ -70,7 +71,7 @@ class Sets {
       if constexpr (std::is_void_v<Element>) view.dtype = dtype;
       std::copy(shape.begin(), shape.end(), view.shape.begin());
     });
-    packing_ = cuda::pack_call(args_, packed_);
+    packing_ = pack();
     Op::tensors(dims_, args_, [&](const TensorSpec& t, auto& view, auto) {
       blocks_.push_back({t.role, std::string(t.name), view.dtype, view.size(), bytes_, view.data});
       const std::size_t bytes = std::size_t(view.bytes());
@@ -111,13 +112,21 @@ class Sets {
   }
 
  private:
+  Status pack() {
+    CF_TRY(cuda::pack_call(args_, packed_));
+    if constexpr (requires { args_.linear2; }) {
+      CF_TRY_ASSIGN(packed2_, cuda::pack(args_.linear2.weight, {}));
+      args_.linear2.weight = packed2_.weight;
+    }
+    return {};
+  }
   std::byte* set(std::int64_t layer) { return memory_.data() + bytes_ * std::size_t(layer); }
 
   const ModelConfig& model_;
   Workload load_;
   typename Op::Dims dims_;
   typename Op::Args args_;
-  cuda::Packed packed_;
+  cuda::Packed packed_, packed2_;  // own the weights that are quantised
   Status packing_;
   std::vector<Block> blocks_;
   std::size_t bytes_ = 0;
@@ -128,6 +137,7 @@ class Sets {
 template <class Op>
 Step step(std::string_view site, const ModelConfig& m, const Workload& load, DType dtype, ops::Example<Op> sizes) {
   if constexpr (HoldsLinear<Op>) sizes.first.weight = format_of(sizes.second.linear.weight);
+  if constexpr (requires { sizes.second.linear2; }) sizes.first.weight2 = format_of(sizes.second.linear2.weight);
   const auto sets = std::make_shared<Sets<Op>>(m, load, dtype, sizes);
   Step s;
   s.timing.site = site;
@@ -144,10 +154,23 @@ Step step(std::string_view site, const ModelConfig& m, const Workload& load, DTy
   return s;
 }
 
+/// Puts a layer's matrices, which may be quantised, into a call of the shapes of its contract's example.
+template <class Args>
+void set_matrices(Args& args, const LayerWeights& of) {
+  if constexpr (std::is_same_v<Args, ops::LinearSum::Args>) {
+    args.linear.weight = of.dense.weight;
+    args.linear2.weight = of.dense_4h_to_h.weight;
+  } else if constexpr (std::is_same_v<Args, ops::RmsLinear::Args>) {
+    args.linear.weight = of.dense_h_to_4h.weight;
+  } else if constexpr (requires { args.linear; }) {
+    args.linear.weight = of.query_key_value.weight;
+  }
+}
+
 template <class Op>
 std::vector<Step> steps_of(const ModelConfig& m, const Workload& load, DType dtype, const LayerWeights& weights) {
   auto sizes = ops::example<Op>(m, load);
-  if constexpr (HoldsLinear<Op>) sizes.second.linear.weight = weights.query_key_value.weight;
+  set_matrices(sizes.second, weights);
   return {step<Op>(Op::name, m, load, dtype, std::move(sizes))};
 }
 
@@ -189,7 +212,9 @@ Result<std::vector<OpTiming>> time_op(DeviceTimer& timer, const OpBenchRequest& 
   std::vector<Step> steps;
 #define CF_OP(Op) \
   if (r.op == ops::Op::name) steps = steps_of<ops::Op>(r.model, load, r.dtype, quantised.weights);
+#include "core/ops/fused.def"
 #include "core/ops/ops.def"
+#include "core/ops/port.def"
 #undef CF_OP
 
   cuda::Context& context = timer.context();

@@ -40,7 +40,7 @@ concept HoldsLinear = requires(typename Op::Args args) {
   args.linear;
 };
 
-/// The names of all ops of ops.def, and of those among them that hold a Linear.
+/// The names of all ops of ops.def, fused.def and port.def, and of those among them that hold a Linear.
 std::vector<std::string_view> op_names();
 std::vector<std::string_view> linear_op_names();
 
@@ -57,7 +57,8 @@ struct OpBenchSink {
 
 /// Times an op at a model's shapes, on procedural tensors. The op "linear" is the layer's four products: each is timed
 /// alone, then all four as the site "layer", in a graph in which each starts early and waits only for the products
-/// before it in the layer. Any other op is timed at the shapes of its contract's example(). The graph goes through
+/// before it in the layer. Any other op is timed at the shapes of its contract's example(). A fused op
+/// runs where it has a kernel for the model, which most have for quantised matrices alone. The graph goes through
 /// `request.layers` sets of tensors. Those of a Linear share their activations, which in a model other kernels would
 /// have just written.
 Status bench_ops(const OpBenchRequest& request, const OpBenchSink& sink);

@@ -8,6 +8,9 @@ std::vector<std::string_view> op_names() {
   return {
 #define CF_OP(Op) ops::Op::name,
 #include "core/ops/ops.def"
+
+#include "core/ops/fused.def"
+#include "core/ops/port.def"
 #undef CF_OP
   };
 }
@@ -17,6 +20,9 @@ std::vector<std::string_view> linear_op_names() {
 #define CF_OP(Op) \
   if constexpr (HoldsLinear<ops::Op>) names.push_back(ops::Op::name);
 #include "core/ops/ops.def"
+
+#include "core/ops/fused.def"
+#include "core/ops/port.def"
 #undef CF_OP
   return names;
 }

@@ -4,6 +4,8 @@
 #include <any>
 #include <functional>
 #include <limits>
+#include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -124,15 +126,50 @@ Result<Choice> choose_from(std::span<const Kernel<Args>> kernels, const Target& 
 #include "core/ops/ops.def"
 #undef CF_OP
 
-/// The choices for a call of runs, one for each group of equal ones. The choice for a lone group is that group's own.
+/// Takes those groups away from `left` that a kernel takes together, and returns its choice for them. A kernel takes
+/// all runs of a length or none. A lone group is left: there may be a better kernel for equal runs.
+template <class Args>
+std::optional<Choice> choose_for_some(const Kernel<Args>& kernel, const Target& target, const Args& args,
+                                      std::vector<RowGroup>& left) {
+  std::map<std::int64_t, bool> takes;
+  std::vector<RowGroup> others;
+  std::vector<RowRun> runs;
+  Args part = args;
+  for (const RowGroup& g : left) {
+    const RowRun first{.sequence = g.sequence, .first_row = g.first_row, .count = g.count};
+    if (!takes.contains(g.count)) {
+      part.runs = {&first, 1};
+      takes[g.count] = bool(kernel.plan(target, part));
+    }
+    if (!takes[g.count]) {
+      others.push_back(g);
+      continue;
+    }
+    for (std::int64_t i = 0; i < g.sequences; ++i)
+      runs.push_back({.sequence = g.sequence + i, .first_row = g.first_row + i * g.count, .count = g.count});
+  }
+  if (left.size() - others.size() < 2) return {};
+  part.runs = runs;
+  Result<Planned> planned = kernel.plan(target, part);
+  if (!planned) return {};
+  left = std::move(others);
+  return Choice{.kernel = kernel.name, .planned = *std::move(planned), .passed_over = {}};
+}
+
+/// The choices for a call of runs: one for the groups that a kernel takes together, and one for each other group of
+/// equal runs. The choice for a lone group is that group's own.
 template <class Args>
 Result<Choice> choose_for_groups(const Target& target, const Args& args) {
   std::vector<Choice> groups;
-  CF_TRY(for_each_group(args, [&](const Args& part) -> Status {
+  std::vector<RowGroup> left = row_groups(args.runs);
+  for (const Kernel<Args>& kernel : kernels_of(args))
+    if (left.size() > 1)
+      if (std::optional<Choice> some = choose_for_some(kernel, target, args, left)) groups.push_back(*std::move(some));
+  for (const RowGroup& group : left) {
+    const Args part = part_of(args, group);
     CF_TRY_ASSIGN(Choice choice, choose_from(kernels_of(part), target, part));
     groups.push_back(std::move(choice));
-    return {};
-  }));
+  }
   if (groups.size() == 1) return std::move(groups.front());
   const auto text = [groups] {
     std::string all;

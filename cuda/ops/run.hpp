@@ -10,7 +10,7 @@ namespace cf::cuda {
 /// match, scalars out of bounds; Code::unimplemented with the reason where there is no kernel. Values in device memory
 /// (kv_len, positions, ids) cannot be looked at before a launch: the kernels read nothing out of bounds for them, and
 /// what depends on them comes out as NaN.
-///   all        sizes of rows a multiple of 8; of runs that differ, launches for each group of equal ones
+///   all        sizes of rows a multiple of 8; runs that differ in one launch, or one for each group of equal ones
 ///   norms      hidden up to 32768
 ///   linear     16-bit activations with weights of the same dtype or with packed GPTQ weights; float32 activations with
 ///              dense weights of any dtype. pack() (cuda/ops/linear/pack/pack.hpp) packs a GptqWeight. Many tokens of

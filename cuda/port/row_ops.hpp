@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "core/ops/decode_layer.hpp"
-#include "cuda/port/token_rows.hpp"
+#include "cuda/port/run.hpp"
 #include "cuda/step/choose.hpp"
 
 namespace cf::cuda {

@@ -6,7 +6,7 @@
 #include "cuda/ops/attention/attention.hpp"
 #include "cuda/port/movable.hpp"
 #include "cuda/port/row_ops.hpp"
-#include "cuda/port/token_rows.hpp"
+#include "cuda/port/run.hpp"
 
 namespace cf::cuda {
 

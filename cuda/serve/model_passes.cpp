@@ -38,7 +38,8 @@ class RowCopies {
 std::vector<Model::State::Pieces> Model::State::passes_of(std::span<const StepPart> running,
                                                           std::span<const StepPart> prompts, bool own) const {
   std::vector<Pieces> passes(1);
-  for (const StepPart& p : running) passes.back().push_back({.run = p.run, .ids = p.ids, .rows = p.rows, .own = true});
+  for (const StepPart& p : running)
+    passes.back().push_back({.run = p.run, .ids = p.ids, .rows = p.rows, .own = true, .is_running = true});
   std::int64_t room = most_tokens() - std::int64_t(running.size());
   for (const StepPart& p : prompts) {
     const auto& [sequence, first_position, count] = p.run;
@@ -115,7 +116,14 @@ Status Model::State::pass(const Pieces& pieces) {
   std::vector<LayerCache> caches;
   ModelTensors t = tensors(0, {.batch = options.slots, .q_len = longest, .mixed = tokens}, arrays, no_logits, caches);
   t.layer.runs = table;
-  CF_TRY(put(t));
+  // The runs of a pass with running tokens seldom come again, and these do not wait for a graph to be made.
+  if (std::ranges::any_of(pieces, [](const Piece& p) { return p.is_running; })) {
+    CF_TRY(put(t));
+  } else {
+    ChunkKey key{.runs = {}, .logits = nullptr, .rows = 0, .is_pass = true};
+    for (const Run& r : runs) key.runs.emplace_back(r.sequence, r.count);
+    CF_TRY(put(t, std::move(key)));
+  }
   for (const Piece& p : pieces)
     CF_TRY(pipeline.extend(p.run.sequence, p.run.first_position + p.run.count, p.ids.back()));
   return {};

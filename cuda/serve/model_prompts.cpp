@@ -60,6 +60,21 @@ Status Model::State::put(const ModelTensors& t) {
   return submit();
 }
 
+Status Model::State::put(const ModelTensors& t, ChunkKey key) {
+  if (const auto found = chunks.find(key); found != chunks.end()) {
+    GraphExec& known = found->second;
+    if (!known) {
+      CF_TRY_ASSIGN(known, chunk_graph(t));
+    }
+    return from_cuda(cudaGraphLaunch(known.get(), stream.get()), "cudaGraphLaunch");
+  }
+  CF_TRY(put(t));
+  constexpr std::size_t most_chunks = 64;
+  if (chunks.size() == most_chunks) chunks.clear();
+  chunks[std::move(key)] = {};
+  return {};
+}
+
 Status Model::State::read_chunk(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
                                 AnyView<2> logits_to) {
   const auto tokens = std::int64_t(ids.size()), chunk = prompt_ids.shape[0];
@@ -74,19 +89,7 @@ Status Model::State::read_chunk(std::int64_t slot, std::int64_t first, std::span
   std::vector<LayerCache> caches;
   const ModelTensors t = tensors(slot, {.q_len = tokens}, prompt_arrays(tokens), logits_to, caches);
   if (visit) return walk(t, visit);
-  const ChunkKey key{slot, tokens, logits_to.data, logits_to.shape[0]};
-  if (const auto found = chunks.find(key); found != chunks.end()) {
-    GraphExec& known = found->second;
-    if (!known) {
-      CF_TRY_ASSIGN(known, chunk_graph(t));
-    }
-    return from_cuda(cudaGraphLaunch(known.get(), stream.get()), "cudaGraphLaunch");
-  }
-  CF_TRY(put(t));
-  constexpr std::size_t most_chunks = 64;
-  if (chunks.size() == most_chunks) chunks.clear();
-  chunks[key] = {};
-  return {};
+  return put(t, {.runs = {{slot, tokens}}, .logits = logits_to.data, .rows = logits_to.shape[0], .is_pass = false});
 }
 
 template <class LogitsOf, class Done>

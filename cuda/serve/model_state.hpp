@@ -16,6 +16,7 @@
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cuda/model/extend.hpp"
@@ -146,6 +147,16 @@ struct Model::State final : PipelineDevice, OwnTensors {
   }
   /// Puts the launches of these tensors onto the stream, a layer's as soon as they are prepared.
   Status put(const ModelTensors& t);
+  /// What a chunk's launches depend on: the slots and tokens of its runs, and where its logits go.
+  struct ChunkKey {
+    std::vector<std::pair<std::int64_t, std::int64_t>> runs;
+    const void* logits;
+    std::int64_t rows;
+    bool is_pass;  // of all slots' caches
+    auto operator<=>(const ChunkKey&) const = default;
+  };
+  /// The same for a chunk or a pass that may come again.
+  Status put(const ModelTensors& t, ChunkKey key);
   /// Puts a chunk's ids, positions and length onto the stream, and then its launches.
   Status read_chunk(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
   /// The chunk of these tensors as a graph.
@@ -170,6 +181,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
     std::span<const std::int32_t> ids;
     AnyView<2> rows;  // where the caller's logits of its last tokens go
     bool own;         // whether its last token's logits become the slot's
+    bool is_running = false;
     /// The last tokens whose logits are made.
     std::int64_t head_rows() const { return std::max<std::int64_t>(rows.shape[0], own ? 1 : 0); }
   };
@@ -262,9 +274,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
   /// The steps so far, by their start, where their logits go, and their slots.
   std::map<std::tuple<Start, LogitsBuffer, std::int64_t>, GraphExec> steps;
   std::int64_t placed_slots = 0;  // of the step that was placed last and of those that follow it
-  using ChunkKey = std::tuple<std::int64_t, std::int64_t, const void*, std::int64_t>;
-  // The prefill chunks so far, by slot, tokens, logits and their rows. From its second time on a chunk is a graph,
-  // whose branches run side by side.
+  /// The chunks and passes of prompts so far. From its second time on one is a graph, whose branches run side by side.
   std::map<ChunkKey, GraphExec> chunks;
   std::optional<PersistentKernel> whole;  // of the persistent impl
 };

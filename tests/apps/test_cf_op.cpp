@@ -44,7 +44,8 @@ TEST_CASE("cf-op names what is wrong before it looks for a GPU") {
   check_refusal("linear " + tiny + "--quant awq", "--quant: expected gptq, got 'awq'");
   check_refusal("linear " + tiny + "--group 32", "--group: expected with --quant");
   check_refusal("linear " + tiny + "--quant gptq --group 0", "--group: expected -1 or 1 to 4194304, got '0'");
-  check_refusal("rope " + tiny + "--quant gptq", "--quant: expected with linear, ln_qkv or ln_qkv_heads, got rope");
+  check_refusal("rope " + tiny + "--quant gptq",
+                "--quant: expected with linear, ln_qkv, ln_qkv_heads, linear_sum, rms_linear or rms_qkv, got rope");
   check_refusal("linear " + tiny + "--json /nowhere/x.json", "/nowhere");
   check_refusal("linear " + tiny + "--colour", "--colour: unknown option");
 }

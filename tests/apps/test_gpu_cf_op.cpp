@@ -13,8 +13,9 @@ using Json = nlohmann::json;
 
 namespace {
 
-Json cf_op(const std::string& arguments) {
-  const ProgramRun r = run_program("'" CF_OP_PROGRAM "' --preset pythia-14m --runs 3 --warmup 1 --json - " + arguments);
+Json cf_op(const std::string& arguments, const std::string& preset = "pythia-14m") {
+  const ProgramRun r =
+      run_program("'" CF_OP_PROGRAM "' --preset " + preset + " --runs 3 --warmup 1 --json - " + arguments);
   CAPTURE(arguments, r.out, r.err);
   REQUIRE(r.exit_code == 0);
   REQUIRE(r.err.empty());
@@ -40,7 +41,7 @@ void check_result(const Json& run, const Json& r) {
 
 }  // namespace
 
-OP_TEST_CASE("cf-op times every op", "[gpu]", ops::All) {
+OP_TEST_CASE("cf-op times every op", "[gpu]", DeviceOps) {
   const std::string op(TestType::name);
   const Json run = cf_op(op + " --layers 2 --batch 1,3 --kv-len 5");
   CHECK(run["program"] == "cf-op");
@@ -93,6 +94,19 @@ TEST_CASE("cf-op times ops with GPTQ weights", "[gpu][gptq]") {
     for (const Json& r : run["results"]) check_result(run, r);
     CHECK(run["results"].back()["bytes"] < dense["results"].back()["bytes"]);
   }
+}
+
+OP_TEST_CASE("cf-op times every fused op where it has a kernel, and else says why it has none", "[gpu][gptq]",
+             ops::Fused) {
+  const std::string op(TestType::name), preset = op == "linear_sum" ? "pythia-410m" : "llama-3.2-1b";
+  const Json run = cf_op(op + " --layers 2 --quant gptq", preset);
+  REQUIRE(run["results"].size() == 1);
+  check_result(run, run["results"][0]);
+  CHECK(run["results"][0]["site"] == op);
+  const ProgramRun dense = run_program("'" CF_OP_PROGRAM "' --preset " + preset + " --layers 2 " + op);
+  CHECK(dense.exit_code == 2);
+  CHECK(dense.error_lines() == 1);
+  CHECK(dense.err.find("packed GPTQ weights, got another weight") != dense.err.npos);
 }
 
 TEST_CASE("cf-op: what fits the L2 says so", "[gpu]") {

@@ -7,6 +7,7 @@
 
 #include "cuda/ops/linear/pack/pack.hpp"
 #include "cuda/ops/run.hpp"
+#include "cuda/port/run.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/op_problem.hpp"
 

@@ -54,7 +54,7 @@ bool has_weights() {
 
 }  // namespace
 
-OP_TEST_CASE("Every tensor of every op is checked before a launch", "[gpu][bad][small]", ops::All) {
+OP_TEST_CASE("Every tensor of every op is checked before a launch", "[gpu][bad][small]", DeviceOps) {
   cuda::Context c = context();
   DeviceProblem<TestType> p(kSetup);
   alignas(64) static std::byte pageable[64];
@@ -116,11 +116,11 @@ TEST_CASE("A launch list that trusts addresses looks at their alignment alone", 
   CHECK(refusal_fault(cuda::prepare(args, trusts), Code::invalid_argument, {"layernorm: 'x' is misaligned"}) == "");
 }
 
-OP_TEST_CASE("float64 is said to be unimplemented on the GPU", "[gpu][bad][small]", ops::All) {
+OP_TEST_CASE("float64 is said to be unimplemented on the GPU", "[gpu][bad][small]", DeviceOps) {
   Setup activation = kSetup, weight = kSetup;
   activation.activation = weight.weight = DType::f64;
   cuda::Context c = context();
-  if (std::string(TestType::name) == "kv_append")
+  if (std::is_same_v<TestType, ops::KvAppend> || std::is_same_v<TestType, ops::AppendRows>)
     DeviceProblem<TestType>(activation).run(c);  // a copy has no arithmetic, and takes any dtype
   else
     check_unimplemented<TestType>(activation, {"cuda takes float16, bfloat16 or float32 activations, got float64"});

@@ -1,4 +1,4 @@
-// Mixed steps on the GPU: the kernels take one q_len for all, so a call of runs is several launches.
+// Mixed steps on the GPU: a call of runs is one launch, or one for each group of equal runs.
 #include <cmath>
 #include <tuple>
 

@@ -24,11 +24,11 @@ int check_setups(DType activation, bool is_long) {
 
 }  // namespace
 
-OP_TEST_CASE("Every op on the GPU agrees with the oracle", "[gpu][ops][small]", ops::All) {
+OP_TEST_CASE("Every op on the GPU agrees with the oracle", "[gpu][ops][small]", DeviceOps) {
   for (DType activation : {DType::f16, DType::bf16, DType::f32}) CHECK(check_setups<TestType>(activation, false) >= 15);
 }
 
-OP_TEST_CASE("Every op on the GPU agrees with the oracle at long kv_len", "[gpu][ops]", ops::All) {
+OP_TEST_CASE("Every op on the GPU agrees with the oracle at long kv_len", "[gpu][ops]", DeviceOps) {
   for (DType activation : {DType::f16, DType::bf16, DType::f32}) CHECK(check_setups<TestType>(activation, true) >= 5);
 }
 
@@ -50,7 +50,7 @@ OP_TEST_CASE("Every fused op on the GPU agrees with the oracle where a kernel ta
   CHECK(ran >= 6);
 }
 
-OP_TEST_CASE("No op on the GPU keeps device memory", "[gpu][alone]", ops::All) {
+OP_TEST_CASE("No op on the GPU keeps device memory", "[gpu][alone]", DeviceOps) {
   cuda::Context c = context();
   const Setup s{
       .model = model_of(2, 80, 20, 200), .load = {.batch = 2, .q_len = 1, .kv_len = 33}, .activation = DType::f16};

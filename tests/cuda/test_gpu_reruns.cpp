@@ -65,11 +65,30 @@ std::uint64_t differences(DeviceProblem<Op>& p, const Copies& before, const Copi
   return n;
 }
 
-}  // namespace
-
-OP_TEST_CASE("Every op on the GPU makes the same bits a thousand times", "[gpu][reruns]", ops::All) {
+/// A problem's runs have the same bits under the plans of both GPUs.
+template <class Op>
+void check_reruns(const Setup& s) {
   const auto stream = cuda::make_stream();
   REQUIRE(stream);
+  INFO(Op::name << ": " << describe(s));
+  DeviceProblem<Op> p(s);
+  const Copies before(p);
+  for (cuda::Context& c : contexts(stream->get())) {
+    INFO("planned for " << to_string(c.arch()));
+    restore_late(before.pairs(), before.count(), c.stream());
+    p.run(c);
+    const Copies expected(p);
+    for (bool overlap : {false, true}) {
+      INFO("overlap " << overlap);
+      c.set_overlap(overlap);
+      CHECK(differences(p, before, expected, c, 100) == 0);
+    }
+  }
+}
+
+}  // namespace
+
+OP_TEST_CASE("Every op on the GPU makes the same bits a thousand times", "[gpu][reruns]", DeviceOps) {
   // 80 queries a step: an H200's plan and an RTX 5090's split their keys differently.
   const ModelConfig gated = gated_model_of(ModelType::qwen2, 20, 5, 64, 1280, 640);
   for (const auto& [model, load] : {std::pair{model_of(20, 80, 20, 640), Workload{4, 1, 129, 130}},
@@ -79,21 +98,18 @@ OP_TEST_CASE("Every op on the GPU makes the same bits a thousand times", "[gpu][
     for (DType dtype : {DType::f16, DType::bf16}) {
       Setup s{.model = model, .load = load, .activation = dtype, .weight = dtype, .values = dtype};
       s.model.max_position_embeddings = load.kv_len;
-      INFO(TestType::name << ": " << describe(s));
-      DeviceProblem<TestType> p(s);
-      const Copies before(p);
-      for (cuda::Context& c : contexts(stream->get())) {
-        INFO("planned for " << to_string(c.arch()));
-        restore_late(before.pairs(), before.count(), c.stream());
-        p.run(c);
-        const Copies expected(p);
-        for (bool overlap : {false, true}) {
-          INFO("overlap " << overlap);
-          c.set_overlap(overlap);
-          CHECK(differences(p, before, expected, c, 100) == 0);
-        }
-      }
+      check_reruns<TestType>(s);
     }
+}
+
+OP_TEST_CASE("Every fused op on the GPU makes the same bits a thousand times", "[gpu][reruns][gptq]", ops::Fused) {
+  for (DType dtype : {DType::f16, DType::bf16})
+    check_reruns<TestType>({.model = gated_model_of(ModelType::llama, 8, 2, 128, 1024, 512),
+                            .load = {.batch = 1, .q_len = 1, .kv_len = 9, .capacity = 12},
+                            .activation = dtype,
+                            .weight = dtype,
+                            .values = dtype,
+                            .gptq = {4, 128, 1, false}});
 }
 
 TEST_CASE("A run that differs in one byte is counted", "[gpu][reruns][small]") {

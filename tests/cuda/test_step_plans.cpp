@@ -246,6 +246,24 @@ TEST_CASE("Appends of runs that differ, to pages and to streams' caches, have th
         }).ends_with(", 1 runs, 1 launches"));
 }
 
+TEST_CASE("The fused products append to pages, whose rows of heads have 32-bit numbers", "[plans]") {
+  const StepOutline step(*find_preset("pythia-2.8b"), {.batch = 1, .q_len = 1, .table_rows = 64, .capacity = 64},
+                         DType::f16, {}, 1);
+  const Result<StepPlan> plan = plan_graph({.arch = kH200}, *step.record_layer(0));
+  REQUIRE(plan);
+  auto args = std::get<ops::LnQkv::Args>(plan->nodes.front().node.call);
+  const std::int32_t page = 0;
+  args.page_table = {&page, {1, 1}};
+  args.k_cache.shape = args.v_cache.shape = {1 << 20, 32, 63, 80};
+  const Result<Choice> choice = choose({.arch = kH200}, args);
+  INFO(choice.status().message());
+  REQUIRE(choice);
+  CHECK(choice->kernel == "ln_qkv_dense");
+  args.k_cache.shape[2] = args.v_cache.shape[2] = 64;
+  CHECK(choose({.arch = kH200}, args).status().message() ==
+        "ln_qkv: cuda takes a cache of up to 2147483647 rows of heads, got 1048576 x 32 x 64");
+}
+
 TEST_CASE("Attention of few queries has the decode kernels, whatever the cache and the runs", "[plans]") {
   const StepOutline step(*find_preset("pythia-2.8b"), {.batch = 4, .q_len = 1, .table_rows = 512, .capacity = 512},
                          DType::f16, {}, 1);
@@ -322,4 +340,57 @@ TEST_CASE("A step of runs has few launches of attention, and no op that would re
       CHECK(text.starts_with("attention_decode: "));
       CHECK(text.find("; attention_wgmma: ") != std::string::npos);
     }
+}
+
+TEST_CASE("Attention takes prompts of many lengths, pages and windows by the prompts' lengths, whatever is beside them",
+          "[plans]") {
+  const auto text_of = [](const Target& target, std::int64_t head_dim, const std::vector<RowRun>& runs,
+                          std::int64_t page, const KeyWindow& window, std::int64_t max_kv_len) {
+    static const std::byte memory{};
+    const void* const data = &memory;
+    void* const written = const_cast<std::byte*>(&memory);
+    const std::int64_t sequences = 8, rows = runs.back().first_row + runs.back().count;
+    const std::array<std::int64_t, 4> storage =
+        page ? extents(sequences * 4, 2, page, head_dim) : extents(sequences, 2, 2048, head_dim);
+    ops::Attention::Args a{.q = {data, {rows, 4, head_dim}, DType::f16},
+                           .k_cache = {data, storage, DType::f16},
+                           .v_cache = {data, storage, DType::f16},
+                           .kv_len = {static_cast<const std::int32_t*>(data), {sequences}},
+                           .y = {written, {rows, 4, head_dim}, DType::f16},
+                           .max_kv_len = max_kv_len,
+                           .runs = runs,
+                           .window = window};
+    if (page) a.page_table = {static_cast<const std::int32_t*>(data), {sequences, 4}};
+    if (window.sinks) a.q_sinks = a.q;
+    const Result<Choice> choice = choose(target, a);
+    if (!choice) return choice.status().message();
+    const std::string text = choice->planned.text();
+    return choice->kernel == "one for each group of runs" ? text : std::string(choice->kernel) + ": " + text;
+  };
+  const Target h200{.arch = kH200}, rtx5090{.arch = kRtx5090};
+  // Two query heads a kv head: 32 queries fill a warpgroup.
+  const std::vector<RowRun> prompts{{0, 0, 100}, {3, 100, 32}, {1, 132, 600}},
+      mixed{{0, 0, 100}, {3, 100, 1}, {1, 101, 31}, {4, 132, 600}, {6, 732, 20}, {5, 752, 2}}, lone{{2, 0, 100}};
+  const auto starts = [](const std::string& text, const std::string& with) {
+    INFO(text);
+    CHECK(text.starts_with(with));
+  };
+  starts(text_of(h200, 80, prompts, 0, {}, 2048), "attention_wgmma_runs: 1 launches, 3 runs, 24 blocks a kv head, ");
+  starts(text_of(h200, 80, prompts, 64, {}, 256), "attention_wgmma_runs: 1 launches, 3 runs");
+  starts(text_of(h200, 256, prompts, 0, {}, 2048), "attention_prefill_runs: 1 launches, 3 runs");
+  starts(text_of(rtx5090, 80, prompts, 0, {}, 2048), "attention_prefill_runs: 1 launches, 3 runs");
+  starts(text_of(h200, 80, lone, 0, {}, 2048), "attention_wgmma: ");
+  starts(text_of(h200, 80, lone, 64, {}, 256), "attention_wgmma_runs: 1 launches, 1 runs");
+  starts(text_of(h200, 80, lone, 0, {.keys = 99}, 2048), "attention_wgmma_runs: 1 launches, 1 runs");
+  starts(text_of(h200, 80, lone, 0, {.keys = 2048}, 2048), "attention_wgmma: ");  // sees all keys
+  starts(text_of(h200, 80, lone, 0, {.keys = 99, .sinks = 4}, 2048), "attention_prefill_runs: 1 launches, 1 runs");
+  starts(text_of(h200, 80, lone, 0, {.keys = 99}, 9999), "attention_prefill_runs: 1 launches, 1 runs");
+  starts(text_of(h200, 256, lone, 0, {.keys = 99}, 9999), "attention_decode: ");
+  const std::string of_mixed = text_of(h200, 80, mixed, 0, {}, 2048);
+  INFO(of_mixed);
+  CHECK(of_mixed.starts_with("attention_wgmma_runs: 1 launches, 2 runs"));
+  CHECK(of_mixed.find("; attention_prefill_runs: 1 launches, 2 runs") != std::string::npos);
+  CHECK(of_mixed.find("; attention_decode_runs: ") != std::string::npos);
+  CHECK(text_of(h200, 80, lone, 96, {}, 256) ==
+        "attention: cuda takes pages of a multiple of 64 entries up to 1024, got 96");
 }

@@ -3,9 +3,14 @@
 #include <string_view>
 #include <tuple>
 
+#include "core/ops/all.hpp"
 #include "tests/support/catch.hpp"
 
 namespace cf::test {
+
+/// The ops whose calls have a kernel on a GPU, whatever the weights. Those of fused.def run where a kernel takes the
+/// call.
+using DeviceOps = decltype(std::tuple_cat(ops::All{}, ops::Port{}));
 
 /// The op types of a std::tuple.
 template <class Ops>

@@ -2,6 +2,8 @@
 // What the attention kernels share: a warp's attention over a tile of keys on tensor cores, and the merge of partial
 // results. cuda/persistent/attention.cuh has tiles of its own: their keys lie in the ring as they lie in the cache, and
 // a warp's one query takes 16 of them at a time. All tiles make their weights by weigh() of cuda/device/softmax.cuh.
+#include <type_traits>
+
 #include "core/cache_view.hpp"
 #include "cuda/device/address.cuh"
 #include "cuda/device/barrier.cuh"
@@ -140,9 +142,14 @@ struct AttentionRows {
   }
 
   /// Adds Keys keys and values of a tile in shared memory: Keys / 8 of each run, from the run's key `first` on. Row i
-  /// of an 8 x 8 matrix is a key of run i. Row g + 8r of an operand sees the tile's first visible(operand, r) keys.
+  /// of an 8 x 8 matrix is a key of run i. Row g + 8r of an operand sees the tile's first visible(operand, r) keys, but
+  /// not the first hidden(operand, r) of them.
   template <class Visible>
   __device__ void attend(const T* tile, int first, float scale, Visible visible) {
+    attend(tile, first, scale, visible, nullptr);
+  }
+  template <class Visible, class Hidden>
+  __device__ void attend(const T* tile, int first, float scale, Visible visible, Hidden hidden) {
     const int lane = threadIdx.x % 32, pitch = run_pitch(TileKeys, head_dim), next_key = head_dim;
     const T* of_lane = tile + lane % 8 * pitch + first * next_key;
     const std::uint32_t k = shared_address(of_lane + lane / 16 * next_key + lane / 8 % 2 * 8);
@@ -167,7 +174,11 @@ struct AttentionRows {
 #pragma unroll
     for (int m = 0; m < Operands; ++m)
 #pragma unroll
-      for (int r = 0; r < Rows; ++r) weigh_row(s[m], values[m], r, state[m][r], scale, visible(m, r) - first);
+      for (int r = 0; r < Rows; ++r)
+        if constexpr (std::is_null_pointer_v<Hidden>)
+          weigh_row(s[m], values[m], r, state[m][r], scale, visible(m, r) - first, nullptr);
+        else
+          weigh_row(s[m], values[m], r, state[m][r], scale, visible(m, r) - first, hidden(m, r) - first);
 
 #pragma unroll
     for (int j = 0; j < Keys / 16; ++j) {
@@ -206,15 +217,25 @@ struct AttentionRows {
   __device__ float weights(int operand, int r) const { return quad_sum(state[operand][r].sum); }
 
  private:
-  /// Replaces the scores of row r by their softmax weights. The row sees `visible` keys, counted from the first of s.
+  /// Replaces the scores of row r by their softmax weights. The row sees the keys [hidden, visible), counted from the
+  /// first of s; without `hidden` all before `visible`.
+  template <class Hidden>
   static __device__ void weigh_row(float (&s)[Keys / 8][4], float (&values)[HeadDim / 8][4], int r, SoftmaxState& state,
-                                   float scale, int visible) {
+                                   float scale, int visible, [[maybe_unused]] Hidden hidden) {
     const int t = threadIdx.x % 4;
     constexpr int run = TileKeys / 8, last = TileKeys - run + Keys / 8;
-    if (__any_sync(~0u, visible < last)) {
+    constexpr bool hides = !std::is_null_pointer_v<Hidden>;
+    bool masked = visible < last;
+    if constexpr (hides) masked = masked || hidden > 0;
+    if (__any_sync(~0u, masked)) {
 #pragma unroll
-      for (int i = 0; i < Keys / 4; ++i)
-        if ((2 * t + i % 2) * run + i / 2 >= visible) s[i / 2][2 * r + i % 2] = -INFINITY;
+      for (int i = 0; i < Keys / 4; ++i) {
+        const int key = (2 * t + i % 2) * run + i / 2;
+        float& score = s[i / 2][2 * r + i % 2];
+        if (key >= visible) score = -INFINITY;
+        if constexpr (hides)
+          if (key < hidden) score = -INFINITY;
+      }
     }
     weigh<Keys / 4, Rows == 1>(
         state, scale, [&](int i) -> float& { return s[i / 2][2 * r + i % 2]; },

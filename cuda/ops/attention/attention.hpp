@@ -2,9 +2,12 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "core/ops/attention.hpp"
 #include "cuda/device/gqa_tile.hpp"
+#include "cuda/ops/attention/prefill_table.hpp"
 #include "cuda/ops/kernel.hpp"
 #include "cuda/ops/run_table.hpp"
 #include "cuda/runtime/arch.hpp"
@@ -65,6 +68,11 @@ constexpr int prefill_tile(int padded_head_dim) { return padded_head_dim > 128 ?
 /// and so on. The rows of a block share each load of keys and values. With 32 rows instead of 16 a warp reads shared
 /// memory half as often. Heads above 80 elements leave no registers for that.
 constexpr int prefill_rows(int padded_head_dim) { return (padded_head_dim > 80 ? 16 : 32) * kAttentionWarps; }
+/// The rows of a block that takes runs of any lengths and windows: masks at both ends take registers.
+constexpr int prefill_runs_rows(int padded_head_dim) { return (padded_head_dim > 64 ? 16 : 32) * kAttentionWarps; }
+/// Whether such a block takes streams: their rings, and queries of their own for the sinks. Larger heads leave no
+/// registers for that.
+constexpr bool takes_streams(int padded_head_dim) { return padded_head_dim <= 128; }
 inline constexpr int kPrefillStages = 2;
 constexpr int prefill_smem_bytes(int padded_head_dim) {
   return kPrefillStages * tile_bytes(prefill_tile(padded_head_dim), padded_head_dim);
@@ -289,6 +297,23 @@ inline std::string to_string(const PrefillPlan& p) {
   return plan_text({{p.row_blocks, "blocks for a kv head's rows"}, {p.smem_bytes, "bytes of shared memory"}});
 }
 
+/// How the prefill kernels divide runs of any lengths, and how a launch over a cache in pages, or of windows, is made:
+/// a launch a table.
+struct WgmmaRunsPlan {
+  int warpgroups, smem_bytes;  // of a block
+  std::vector<PrefillTable> tables;
+};
+struct PrefillRunsPlan {
+  int smem_bytes;
+  std::vector<PrefillTable> tables;
+};
+std::string to_string(const WgmmaRunsPlan&);
+std::string to_string(const PrefillRunsPlan&);
+
+/// Two warpgroups a block, as wgmma_plan() has them, but one where more than a fourth of their warpgroups had no rows.
+WgmmaRunsPlan wgmma_runs_plan(const Arch& arch, std::int64_t head_dim, RowRuns runs, std::int64_t group,
+                              std::int64_t kv_heads);
+
 /// How the float32 kernel divides its work: that of one head a block.
 struct FloatAttentionPlan {
   int splits;  // of a head's keys, which form one cluster
@@ -297,14 +322,18 @@ inline std::string to_string(const FloatAttentionPlan& p) { return plan_text({{p
 
 /// The plans of the kernels. All refuse a head_dim that is no multiple of 8 or above kMaxHeadDim.
 Result<WgmmaPlan> plan_attention_wgmma(const Target&, const ops::Attention::Args&);
+Result<WgmmaRunsPlan> plan_attention_wgmma_runs(const Target&, const ops::Attention::Args&);
 Result<PrefillPlan> plan_attention_prefill(const Target&, const ops::Attention::Args&);
+Result<PrefillRunsPlan> plan_attention_prefill_runs(const Target&, const ops::Attention::Args&);
 Result<AttentionPlan> plan_attention_decode(const Target&, const ops::Attention::Args&);
 Result<FloatAttentionPlan> plan_attention_f32(const Target&, const ops::Attention::Args&);
 // Of runs with fewer queries than a prefill's, of any counts and of any sequences.
 Result<TableLaunches<AttentionPlan>> plan_attention_decode_runs(const Target&, const ops::Attention::Args&);
 Result<TableLaunches<FloatAttentionPlan>> plan_attention_f32_runs(const Target&, const ops::Attention::Args&);
 Status launch_attention_wgmma(const ops::Attention::Args&, const WgmmaPlan&, LaunchList&);
+Status launch_attention_wgmma_runs(const ops::Attention::Args&, const WgmmaRunsPlan&, LaunchList&);
 Status launch_attention_prefill(const ops::Attention::Args&, const PrefillPlan&, LaunchList&);
+Status launch_attention_prefill_runs(const ops::Attention::Args&, const PrefillRunsPlan&, LaunchList&);
 Status launch_attention_decode(const ops::Attention::Args&, const AttentionPlan&, LaunchList&);
 Status launch_attention_f32(const ops::Attention::Args&, const FloatAttentionPlan&, LaunchList&);
 Status launch_attention_decode_runs(const ops::Attention::Args&, const TableLaunches<AttentionPlan>&, LaunchList&);

@@ -1,5 +1,6 @@
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 
+#include "cuda/ops/appended_row.hpp"
 #include "cuda/runtime/refusals.hpp"
 
 namespace cf::cuda {
@@ -14,8 +15,8 @@ Status too_wide(std::string_view op, std::int64_t hidden) {
 
 template <class Args>
 Status check(const Args& a) {
-  CF_TRY(check_cache(a));
   CF_TRY(check_equal_runs(a));
+  if constexpr (requires { a.k_cache; }) CF_TRY(check_cache_rows(a));
   const auto d = Args::Op::dims(a);
   CF_TRY(check_multiple_of_8(Args::Op::name, "hidden", d.hidden));
   return check_multiple_of_8(Args::Op::name, "head_dim", d.head_dim);

@@ -1,4 +1,4 @@
-#include "core/cache_view.hpp"
+#include "cuda/ops/appended_row.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.cuh"
 #include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
@@ -30,9 +30,10 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
   using Tokens = NormalisedTokens<T, Warps>;
   using Call = LnQkvCall<ops::LnQkv::Args>;
 
-  /// A token's row in the RoPE table and its entry in its sequence's cache. -1 stands for none.
+  /// A token's row in the RoPE table, and the first head's row of its entry among all rows of the cache. -1 stands for
+  /// none.
   struct Token {
-    int position, entry;
+    int position, cache_row;
   };
 
   const Call& c;
@@ -72,7 +73,8 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
     Tokens::normalise([&] {
       if (t < c.norm.count)  // here, so that the norm does not wait for the two loads
         token_of[t] = {.position = position >= a.cos.shape[0] ? -1 : position,
-                       .entry = CacheView(a.k_cache).appended_entry(kv_len, c.q_len, nth)};
+                       .cache_row = appended_row(AnyCacheView(a.k_cache, a.page_table, {}), a.k_cache.shape[0],
+                                                 sequence_of(c.norm.first + t), kv_len, c.q_len, nth)};
     });
   }
 
@@ -104,7 +106,7 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
       if (a.linear.bias) sum += from_bits(bits, a.linear.bias.dtype);
       return to_float(from_float<T>(sum));
     };
-    const auto [position, entry] = token_of[e.token];
+    const auto [position, cache_row] = token_of[e.token];
     const Place& p = e.place;
     float v = rounded(own, e.bias);
     if (is_turned(p)) {
@@ -117,9 +119,10 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
     const int of = c.norm.first + e.token, heads = int(a.q.shape[1]);
     void* const out = p.part() == 0 ? a.q.data : p.part() == 1 ? a.k.data : a.v.data;
     static_cast<T*>(out)[long(of * heads + p.head()) * head_dim + p.column] = stored;
-    if (p.part() == 0 || entry < 0) return;
+    if (p.part() == 0 || cache_row < 0) return;
     void* const cache = p.part() == 1 ? a.k_cache.data : a.v_cache.data;
-    static_cast<T*>(cache)[CacheView(a.k_cache).entry(sequence_of(of), p.head(), entry) + p.column] = stored;
+    const int row = cache_row + p.head() * int(a.k_cache.shape[2]);
+    static_cast<T*>(cache)[long(row) * head_dim + p.column] = stored;
   }
 };
 

@@ -1,5 +1,6 @@
 #include "cuda/ops/rms_linear/rms_linear.hpp"
 
+#include "cuda/ops/appended_row.hpp"
 #include "cuda/runtime/refusals.hpp"
 
 namespace cf::cuda {
@@ -42,8 +43,8 @@ Result<GptqPlan> plan_rms_linear(const Target& target, const ops::RmsLinear::Arg
 }
 
 Result<GptqPlan> plan_rms_qkv(const Target& target, const ops::RmsQkv::Args& a) {
-  CF_TRY(check_cache(a));
   CF_TRY(check_equal_runs(a));
+  CF_TRY(check_cache_rows(a));
   const auto d = ops::RmsQkv::dims(a);
   CF_TRY(check_multiple_of_8(ops::RmsQkv::name, "head_dim", d.head_dim));
   const AnyView<2> w(nullptr, {d.tokens(), d.out()}, a.x.dtype);

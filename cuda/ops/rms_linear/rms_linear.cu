@@ -1,8 +1,8 @@
 #include "cuda/ops/rms_linear/rms_linear.hpp"
 
-#include "core/cache_view.hpp"
 #include "cuda/device/math.cuh"
 #include "cuda/device/norm.cuh"
+#include "cuda/ops/appended_row.hpp"
 #include "cuda/ops/linear/packed/call.cuh"
 #include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
@@ -68,9 +68,10 @@ struct RmsLinearEpilogue : LinearEpilogue<T, kRmsRows, Gated> {
   }
 };
 
-/// The token's row in the RoPE table and its entry in the cache. -1 stands for none.
+/// The token's row in the RoPE table, and the first head's row of its entry among all rows of the cache. -1 stands for
+/// none.
 struct QkvToken {
-  int position, entry;
+  int position, cache_row;
 };
 
 /// RoPE of a pair of elements, and their stores to q or to the cache.
@@ -107,8 +108,9 @@ struct RmsQkvEpilogue : LinearInput<T> {
     }
     return scale_of<T>(call.norm, states, [&] {  // here, so that the norm does not wait for the two loads
       if (loads)
-        *token = {.position = position >= a.cos.shape[0] ? -1 : position,
-                  .entry = CacheView(a.k_cache).appended_entry(kv_len, 1, 0)};
+        *token = {
+            .position = position >= a.cos.shape[0] ? -1 : position,
+            .cache_row = appended_row(AnyCacheView(a.k_cache, a.page_table, {}), a.k_cache.shape[0], 0, kv_len, 1, 0)};
     });
   }
   __device__ Element prepare(int, int row) const {
@@ -143,16 +145,17 @@ struct RmsQkvEpilogue : LinearInput<T> {
       if (this->c.output.bias) v[i] += to_float(e.bias[i]);
       v[i] = to_float(from_float<T>(v[i]));
     }
-    const auto [position, entry] = *token;
+    const auto [position, cache_row] = *token;
     if (e.turned) rotate(v[0], v[1], position < 0 ? NAN : e.cos, e.sin);
     const ops::RopeAppend::Args& a = call.rope;
     const int heads = int(a.q.shape[1]), kv_heads = int(a.k_cache.shape[1]), head_dim = int(a.q.shape[2]);
     T* to = static_cast<T*>(a.q.data) + e.head * head_dim;
     if (e.head >= heads) {
-      if (entry < 0) return;
+      if (cache_row < 0) return;
       const int of_k = e.head - heads, of_v = of_k - kv_heads;
       void* const cache = of_v < 0 ? a.k_cache.data : a.v_cache.data;
-      to = static_cast<T*>(cache) + CacheView(a.k_cache).entry(0, of_v < 0 ? of_k : of_v, entry);
+      const int row = cache_row + (of_v < 0 ? of_k : of_v) * int(a.k_cache.shape[2]);
+      to = static_cast<T*>(cache) + long(row) * head_dim;
     }
     to[e.first] = from_float<T>(v[0]);
     to[e.second] = from_float<T>(v[1]);
@@ -233,7 +236,8 @@ Status launch_rms_qkv(const ops::RmsQkv::Args& a, const GptqPlan& plan, LaunchLi
                                    .q = a.q,
                                    .k_cache = a.k_cache,
                                    .v_cache = a.v_cache,
-                                   .layout = ops::QkvLayout::separate};
+                                   .layout = ops::QkvLayout::separate,
+                                   .page_table = a.page_table};
   return with_gptq_activation(ops::RmsQkv::name, a.x.dtype, [&](auto zero) {
     using T = decltype(zero);
     return launch(ops::RmsQkv::name, launches, linear_gptq_shape(plan, plan.smem_bytes),

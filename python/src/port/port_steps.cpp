@@ -4,7 +4,7 @@
 
 #include "cuda/port/row_ops.hpp"
 #include "cuda/port/row_steps.hpp"
-#include "cuda/port/token_rows.hpp"
+#include "cuda/port/run.hpp"
 #include "cuda/runtime/check.hpp"
 #include "python/src/device_context.hpp"
 

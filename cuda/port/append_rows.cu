@@ -1,4 +1,4 @@
-#include "cuda/port/token_rows.hpp"
+#include "cuda/port/run.hpp"
 
 #include "core/cache_view.hpp"
 #include "cuda/device/sync.cuh"
@@ -37,14 +37,14 @@ __global__ void __launch_bounds__(kTokenThreads)
 Status prepare(const AppendRows::Args& args, LaunchList& launches) {
   const ops::KvAppend::Args& a = args.append;
   const TokenRows& rows = args.rows;
-  CF_TRY(check_call(a, launches));
-  const auto d = ops::KvAppend::dims(a);
-  CF_TRY(check_multiple_of_8(ops::KvAppend::name, "head_dim", d.head_dim));
+  CF_TRY(check_call(args, launches));
+  const auto d = AppendRows::dims(args);
+  CF_TRY(check_multiple_of_8(AppendRows::name, "head_dim", d.head_dim));
   const std::int64_t vector_elements = 16 / std::int64_t(size_bytes(a.k.dtype)),
                      row_vectors = d.head_dim / vector_elements;
   const TokenPlan plan = token_plan(d.kv_heads * row_vectors);
   return launch(
-      ops::KvAppend::name, launches,
+      AppendRows::name, launches,
       {.grid = dim3(unsigned(rows.last - rows.first + 1), unsigned(plan.blocks)), .block = unsigned(plan.threads)},
       append_rows_kernel, static_cast<const uint4*>(a.k.data), static_cast<const uint4*>(a.v.data),
       static_cast<uint4*>(rows.k.data), static_cast<uint4*>(rows.v.data), static_cast<uint4*>(a.k_cache.data),
