@@ -523,8 +523,9 @@ def load(
     layers: how many of the first layers the model has, all where it is None. The last norm and the head follow them, so
     that its logits are the logit lens of that layer.
 
-    Where the config of Mistral, Qwen2 or Qwen3 has a sliding_window, a token sees so many keys. On a GPU a sequence may
-    have so many positions. :attr:`Model.notes` says what of the config does not count and which weights were cast.
+    Where the config of Mistral, Qwen2 or Qwen3 has a sliding_window, a token sees so many keys. On a GPU the
+    impls "layer", "split" and "persistent" end a sequence there. :attr:`Model.notes` says what of the config does not
+    count and which weights were cast.
 
     device: "cpu", or "cuda" or "cuda:1" for a GPU. A GPU gets a copy of the weights and a cache of `slots` (1) sequences
     of `capacity` (2048) entries, and computes in the weights' own dtype. impl: how its steps are launched, "auto" for
@@ -544,8 +545,9 @@ def load(
     and are read once that far.
 
     step_tokens: the most tokens of a step: those of all running sequences, and beside them pieces of prompts, so that a
-    long prompt does not stop the others. 0 reads each prompt whole, in a step of its own. None is what the model prefers:
-    whole prompts, or with `invariant` as many tokens as go through it at once.
+    long prompt does not stop the others. 0 reads prompts whole, in steps of their own. None is what the model prefers: on
+    a GPU with several slots a few hundred beside running sequences, and else whole prompts; on the CPU whole prompts, or
+    with `invariant` as many tokens as go through it at once.
 
     invariant: whether a sequence's bits are the same whatever else is in its steps and however its prompt is divided. On
     the CPU for float32.
