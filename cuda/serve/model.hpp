@@ -32,8 +32,8 @@ class Model final : public ModelRunner {
     std::int64_t chunk = 2048;     // tokens that go through the model at once: of a prompt, or of several
     std::optional<Impl> impl{};    // of steps; auto_impl() where it is empty
     bool in_place = false;         // whether the weights lie on the device and are read there, without a copy
-    /// Whether a token's bits are the same whatever else is in its step: every step has the kernels of many tokens, which
-    /// are slow for few (data/bench/README.md has the price). It takes the impls unfused and graph.
+    /// Whether a token's bits are the same whatever else is in its step: all steps have kernels with one order of sums,
+    /// which are slower for few tokens (data/bench/README.md has the price). It takes the impls unfused and graph.
     bool invariant = false;
     /// As cpu_ref::Model::Options has them. A page has a multiple of 64 entries up to 1024. Pages and streams, and with a
     /// model's own window a capacity beyond it, take the impls unfused and graph.

@@ -55,6 +55,7 @@ MOST_SLOTS = 1024
 USUAL_SLOTS = 64  # sequences that run at once on the CPU, where nothing else is said
 MOST_SAMPLES = 1024
 MOST_COUNT = 2**62
+PAGE_ENTRIES = 64  # of a page, where nothing else is said
 CAPACITY = 2048  # of a slot on a GPU, where nothing else is said
 _CHUNK = 512  # tokens of a prompt that go through the model at once
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -504,7 +505,7 @@ def load(
     window: int = 0,
     sinks: int = 0,
     pages: int = 0,
-    page_entries: int = 64,
+    page_entries: int = PAGE_ENTRIES,
     share_prefixes: bool = False,
     step_tokens: int | None = None,
     invariant: bool = False,
@@ -545,8 +546,9 @@ def load(
     and are read once that far.
 
     step_tokens: the most tokens of a step: those of all running sequences, and beside them pieces of prompts, so that a
-    long prompt does not stop the others. 0 reads each prompt whole, in a step of its own. None is what the model prefers:
-    whole prompts, or with `invariant` as many tokens as go through it at once.
+    long prompt does not stop the others. 0 reads prompts whole, in steps of their own. None is what the model prefers: on
+    a GPU with several slots a few hundred beside running sequences, and else whole prompts; on the CPU whole prompts, or
+    with `invariant` as many tokens as go through it at once.
 
     invariant: whether a sequence's bits are the same whatever else is in its steps and however its prompt is divided. On
     the CPU for float32.

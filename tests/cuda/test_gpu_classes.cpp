@@ -393,6 +393,10 @@ TEST_CASE("an invariant model on the GPU: a token's logits have the same bits in
     check_rows(logits_by_steps(*small.model({.capacity = 96, .impl = impl}), ids, 1, 0), expected);
   // In steps that have pieces of other prompts.
   check_rows(logits_in_mixed_steps(*small.model({.slots = 4, .capacity = 96}), ids), expected);
+  // In pages, with and without such steps.
+  const cuda::Model::Options pages{.slots = 4, .capacity = 96, .pages = 9, .page_entries = 64};
+  check_rows(logits_in_mixed_steps(*small.model(pages), ids), expected);
+  check_rows(logits_by_steps(*small.model(pages), ids, 20, 2, {0, 3}), expected);
   // Beside idle slots, and beside others that decode.
   check_rows(logits_by_steps(*small.model({.slots = 3, .capacity = 96}), ids, 20, 1), expected);
   std::vector<std::int64_t> others;
