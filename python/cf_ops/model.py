@@ -55,6 +55,7 @@ MOST_SLOTS = 1024
 USUAL_SLOTS = 64  # sequences that run at once on the CPU, where nothing else is said
 MOST_SAMPLES = 1024
 MOST_COUNT = 2**62
+PAGE_ENTRIES = 64  # of a page, where nothing else is said
 CAPACITY = 2048  # of a slot on a GPU, where nothing else is said
 _CHUNK = 512  # tokens of a prompt that go through the model at once
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -504,7 +505,7 @@ def load(
     window: int = 0,
     sinks: int = 0,
     pages: int = 0,
-    page_entries: int = 64,
+    page_entries: int = PAGE_ENTRIES,
     share_prefixes: bool = False,
     step_tokens: int | None = None,
     invariant: bool = False,
