@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
 """Times decoding on a GPU beside what others make of the same work: torch op by op, the same in a CUDA graph, Hugging
-Face eager, Hugging Face with a static cache and torch.compile, cuBLAS's products, torch's sdpa and layer_norm, torch's
-products with int4 weights and two kernels in Triton, against cf-layer and cf-op, which are called as programs in the
-same run. A row of an op that Triton has too says how many lines of code its kernel has.
+Face eager, Hugging Face with a static cache and torch.compile, cuBLAS's products, torch's sdpa and layer_norm,
+FlashInfer's attention over pages, torch's products with int4 weights and two kernels in Triton, against cf-layer and
+cf-op, which are called as programs in the same run. A row of an op that Triton has too says how many lines of code its
+kernel has.
 
 Weights are random, of Hugging Face's own initial scale, in float16. All layers are resident, so that each layer finds
 its weights cold. A step of the stack is the layers alone, without embedding and head; it sees kv_len cache entries, the
 new token's with them. A peer that fails is recorded with its reason, and the others go on.
 
 With --what model whole models run instead, of Pythia, Llama or Qwen2 and in the preset's own dtype, from a prompt's ids
-to new ids on the host: cf-model bench beside Hugging Face's generate(), the same with a static cache and compiled
-steps, and torch's operators in CUDA graphs, one for every step (torch_graph) or one for each kv_len (torch_graphs).
-torch runs the products that checkpoints store, so Llama's q, k and v one by one. Times are the host's: TTFT is the time
-to the first id, TPOT that between ids after it. Ours takes several prompts one after the other, the peers as one batch.
+to new ids on the host: cf-model bench beside Hugging Face's generate(), its continuous batching (hf_continuous), the
+same with a static cache and compiled steps, and torch's operators in CUDA graphs, one for every step (torch_graph) or
+one for each kv_len (torch_graphs). torch runs the products that checkpoints store, so Llama's q, k and v one by one.
+Times are the host's: TTFT is the time to the last slot's first id, TPOT that between ids after it. Many prompts at
+once, as evaluations run them: --slots 64,256 --prompt-len 32 --peers hf_generate,hf_continuous.
 The greedy ids of one prompt are compared with hf_generate's: cf-model's with the same procedural weights of
 --agreement-preset, the peers' with the random weights that they are timed with.
 
@@ -31,7 +33,7 @@ import console
 import dump_hf
 import golden_file
 import model_config
-from peers import model_peers
+from peers import model_peers, timing
 from peers.layer_bench import OP_PEERS, Bench
 from peers.model_bench import AGREEMENT_PRESETS, ModelBench
 from peers.programs import BUILD
@@ -185,6 +187,12 @@ def main(argv):
         import triton
 
         versions["triton"] = triton.__version__
+    try:
+        import flashinfer
+
+        versions["flashinfer"] = flashinfer.__version__
+    except Exception as error:  # a wheel for another torch or CUDA raises whatever it likes
+        versions["flashinfer"] = timing.one_line(error)
     kind = {"layers": Bench, "model": ModelBench}[args.what]
     about = {
         "what": kind.WHAT,

@@ -7,6 +7,7 @@
 
 #include "core/cache_tensors.hpp"
 #include "core/model/score.hpp"
+#include "core/model/streams.hpp"
 #include "core/model/taps.hpp"
 #include "core/ops/rope.hpp"
 #include "core/resources.hpp"
@@ -29,29 +30,6 @@ bool is_made(const TensorSpec& spec) { return spec.role == Role::output && spec.
 Model::Options with_capacity(Model::Options o) {
   if (o.window > 0) o.capacity = stream_entries(o.stream(), std::max(o.chunk, o.slots));
   return o;
-}
-
-/// Refuses streams of a model for which they have no meaning.
-Status check_stream(const ModelSpec& m, const KeyWindow& stream) {
-  CF_TRY(check_window("model", stream));
-  if (!stream) return {};
-  if (m.traits.positions == Positions::learned || m.shape.rotary_dim == 0)
-    return refused("window, sinks: expected a model with RoPE, got one without");
-  if (m.traits.window > 0 && stream.keys + stream.sinks > m.traits.window)
-    return refused("window, sinks: expected at most the config's sliding_window " + std::to_string(m.traits.window) +
-                   " in all, got " + std::to_string(stream.keys + stream.sinks));
-  return {};
-}
-
-/// Refuses pages that streams have no use for, or that hold less than a slot may have.
-Status check_pages(const Model::Options& o) {
-  if (o.pages == 0) return {};
-  constexpr std::int64_t most = (std::int64_t(1) << 31) - 1;
-  CF_TRY(check_sizes({{"pages", o.pages, most}, {"page_entries", o.page_entries, most}}));
-  if (o.stream()) return refused("pages: expected none for streams, got " + std::to_string(o.pages));
-  if (o.capacity <= o.pages * o.page_entries) return {};
-  return refused("capacity: expected at most " + std::to_string(o.pages * o.page_entries) + " entries, those of " +
-                 std::to_string(o.pages) + " pages, got " + std::to_string(o.capacity));
 }
 
 /// What ops are told of a slot's length.
@@ -78,7 +56,7 @@ Result<std::unique_ptr<Model>> Model::create(const ModelSpec& model, ModelWeight
   CF_TRY(check_sizes({{"capacity", o.capacity, most - 1}}));
   if (o.activation != DType::f32 && o.activation != DType::f64)
     return refused("expected activations of float32 or float64, got " + std::string(to_string(o.activation)));
-  CF_TRY(check_pages(o));
+  CF_TRY(SlotPages::check(o.pool(), o.capacity, o.stream()));
   if (o.invariant && o.activation != DType::f32)
     return refused("invariant: expected activations of float32, got " + std::string(to_string(o.activation)));
   CF_TRY(check_memory("model", model, o));
@@ -139,6 +117,7 @@ Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const
       weights_(std::move(weights)),
       owner_(std::move(owner)),
       lengths_(o.slots, o.capacity, limit_of(model, o)),
+      pages_(o.slots, o.capacity, o.pool()),
       last_ids_(std::size_t(o.slots)) {
   for_each_tensor(spec_, o, [&]<class Member>(Member member, DType dtype, const Shape& shape) {
     if constexpr (std::is_same_v<Member, Tensor Model::*>)
@@ -146,7 +125,6 @@ Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const
     else
       (this->*member).emplace_back(dtype, shape);
   });
-  if (o.pages > 0) pool_.emplace(o.slots, o.pages, o.page_entries);
   if (!o.stream())
     ops::rope_table({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape},
                     spec_.traits.rope_theta, spec_.traits.rope_scaling);
@@ -232,19 +210,13 @@ Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
     for (std::int64_t i = 0; i < tokens; ++i) {
       positions.push_back(std::int32_t(i));
       sink_positions.push_back(std::int32_t(tokens + i));
-      row_positions.push_back(std::min(row_positions[std::size_t(i)], stream.sinks + stream.keys - 1));
+      row_positions.push_back(place_in_stream(stream, row_positions[std::size_t(i)]));
     }
     ops::rope_rows({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape}, row_positions,
                    spec_.traits.rope_theta, spec_.traits.rope_scaling);
   } else {
     positions.assign(row_positions.begin(), row_positions.end());
   }
-
-  // A row of the table for each slot, with room for the pages of `capacity` entries.
-  const std::int64_t slot_pages = pool_ ? (capacity() + page_entries() - 1) / page_entries() : 0;
-  std::vector<std::int32_t> page_table(std::size_t(slots() * slot_pages), -1);
-  for (std::int64_t slot = 0; pool_ && slot < slots(); ++slot)
-    std::copy(pool_->table(slot).begin(), pool_->table(slot).end(), page_table.begin() + slot * slot_pages);
 
   ModelTensors t;
   t.ids = {ids.data(), {tokens}};
@@ -255,9 +227,9 @@ Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
       {.batch = slots(),
        .q_len = q_len,
        .table_rows = cos_.view<2>().shape[0],
-       .capacity = pool_ ? slot_pages * page_entries() : capacity(),
+       .capacity = pages_ ? pages_.slot_pages() * page_entries() : capacity(),
        .mixed = tokens,
-       .pool = pool_ ? PageSizes{pool_->pages(), pool_->page_entries()} : PageSizes{},
+       .pool = pages_ ? pages_.sizes() : PageSizes{},
        .sinks = stream.sinks > 0},
       [&](const TensorSpec& spec, auto& view, auto shape) {
         if (is_made(spec)) point(view, activations_[next++].data(), shape, options_.activation);
@@ -265,7 +237,7 @@ Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
       t.layer);
   t.layer.positions = {positions.data(), {tokens}};
   t.layer.kv_len = {kv_len.data(), {slots()}};
-  if (pool_) t.layer.page_table = {page_table.data(), {slots(), slot_pages}};
+  t.layer.page_table = pages_.table();
   t.layer.stream = stream;
   if (stream.sinks > 0) t.layer.sink_positions = {sink_positions.data(), {tokens}};
   if (s.rotary_dim > 0) {
@@ -328,7 +300,7 @@ Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
 
 Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) {
   CF_TRY(check_step(*this, lengths_, runs, ids, logits));
-  CF_TRY(check_streams(runs));
+  CF_TRY(check_rewinds(options_.stream(), capacity(), lengths_, runs));
   if (logits.stream)
     return Status::error(Code::unimplemented, "model: logits: expected memory of the host, got a device's");
   CF_TRY(reserve(runs));
@@ -343,21 +315,6 @@ Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, 
   return {};
 }
 
-Status Model::check_streams(std::span<const Run> runs) const {
-  const KeyWindow stream = options_.stream();
-  if (!stream) return {};
-  for (const Run& r : runs) {
-    // The oldest key behind the sinks that the first token sees beside its own.
-    const std::int64_t oldest = stream.first(r.first_position + 1);
-    const std::int64_t kept = length(r.sequence) - (capacity() - stream.sinks);
-    if (oldest < r.first_position && oldest < kept)
-      return refused("slot " + std::to_string(r.sequence) + ": expected a first position of 0 or of " +
-                     std::to_string(kept + stream.keys - 1) + " to " + std::to_string(length(r.sequence)) +
-                     ", whose window the stream still has, got " + std::to_string(r.first_position));
-  }
-  return {};
-}
-
 Result<std::vector<RowScore>> Model::score(std::span<const Run> runs, std::span<const std::int32_t> ids,
                                            const ScoreRequest& request) {
   const Checks checks(check_);
@@ -366,21 +323,11 @@ Result<std::vector<RowScore>> Model::score(std::span<const Run> runs, std::span<
   });
 }
 
-namespace {
-
-std::vector<PagePool::Write> writes_of(std::span<const Run> runs) {
-  std::vector<PagePool::Write> writes;
-  for (const Run& r : runs) writes.push_back({.sequence = r.sequence, .first = r.first_position, .count = r.count});
-  return writes;
-}
-
-}  // namespace
-
-Status Model::check_room(std::span<const Run> runs) const { return pool_ ? pool_->check(writes_of(runs)) : Status(); }
+Status Model::check_room(std::span<const Run> runs) const { return pages_.check(runs); }
 
 Status Model::reserve(std::span<const Run> runs) {
-  if (!pool_) return {};
-  CF_TRY_ASSIGN(const std::vector<PagePool::Copy> copies, pool_->reserve(writes_of(runs)));
+  if (!pages_) return {};
+  CF_TRY_ASSIGN(const std::vector<PagePool::Copy> copies, pages_.reserve(runs));
   const CacheView pages(k_caches_[0].view<4>());
   const auto element = std::int64_t(size_bytes(options_.activation));
   for (const PagePool::Copy& c : copies)
@@ -398,12 +345,12 @@ Status Model::reserve(std::span<const Run> runs) {
 
 void Model::release(std::int64_t slot) {
   lengths_.set(slot, 0);
-  if (pool_) pool_->release(slot);
+  pages_.release(slot);
 }
 
 Status Model::fork(std::int64_t from, std::int64_t to, std::int64_t n) {
-  if (!pool_) return ModelRunner::fork(from, to, n);
-  CF_TRY(pool_->fork(from, to, n));
+  if (!pages_) return ModelRunner::fork(from, to, n);
+  CF_TRY(pages_.fork(from, to, n));
   lengths_.set(to, n);
   return {};
 }

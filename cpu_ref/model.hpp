@@ -1,7 +1,6 @@
 #pragma once
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -11,7 +10,7 @@
 #include "core/model/decoder.hpp"
 #include "core/model/model.hpp"
 #include "core/model/slot_lengths.hpp"
-#include "core/page_pool.hpp"
+#include "core/model/slot_pages.hpp"
 
 namespace cf::cpu_ref {
 
@@ -42,6 +41,7 @@ class Model final : public ModelRunner {
     std::int64_t pages = 0, page_entries = 64;
 
     KeyWindow stream() const { return {.keys = window, .sinks = sinks}; }
+    PageSizes pool() const { return pages == 0 ? PageSizes{} : PageSizes{pages, page_entries}; }
   };
 
   /// Takes memory for cache and activations; `owner` keeps the weights' memory. Refuses weights that
@@ -75,7 +75,7 @@ class Model final : public ModelRunner {
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override;
-  std::int64_t page_entries() const override { return pool_ ? pool_->page_entries() : 0; }
+  std::int64_t page_entries() const override { return pages_ ? options_.page_entries : 0; }
   Status check_room(std::span<const Run> runs) const override;
   Status fork(std::int64_t from, std::int64_t to, std::int64_t n) override;
   /// With `invariant` as many tokens as go through the model at once; else whole prompts, as a row's bits depend on
@@ -95,8 +95,6 @@ class Model final : public ModelRunner {
  private:
   Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const void> owner, const Options& options);
   static EntryLimit limit_of(const ModelSpec& model, const Options& options);
-  /// Refuses runs that begin before the tokens that their streams still have.
-  Status check_streams(std::span<const Run> runs) const;
   /// Calls f(member, dtype, shape) for each tensor that a model takes memory for. `member` is a Tensor or a list of
   /// them.
   template <class F>
@@ -127,7 +125,7 @@ class Model final : public ModelRunner {
   ModelWeights weights_;
   std::shared_ptr<const void> owner_;
   SlotLengths lengths_;
-  std::optional<PagePool> pool_;
+  SlotPages pages_;
   std::vector<std::int32_t> last_ids_;       // by slot: the token of its last entry
   std::vector<Tensor> k_caches_, v_caches_;  // by layer: (slots, kv_heads, capacity, head_dim), or of pages
   std::vector<Tensor> activations_;          // the layer's outputs, in the order of for_each_activation

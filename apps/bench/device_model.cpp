@@ -89,7 +89,7 @@ std::vector<std::string> product_algorithms() {
   for (const cuda::GemmAlgorithm& a : cuda::gemm_algorithms())
     all.push_back(
         fmt::format("{} tokens, {} -> {}, {}{}{}: algorithm {}, tile {}, stages {}, split-k {}, {} B of workspace",
-                    a.planned_as, a.in, a.out, to_string(a.dtype), a.output == a.dtype ? "" : " with float32 sums",
+                    a.tokens, a.in, a.out, to_string(a.dtype), a.output == a.dtype ? "" : " with float32 sums",
                     a.residual ? " with a residual" : "", a.id, a.tile, a.stages, a.split_k, a.workspace_bytes));
   return all;
 }

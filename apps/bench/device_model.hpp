@@ -59,7 +59,7 @@ Result<DeviceModel> open_device_model(DeviceTimer& device, const std::string& na
 
 /// What multiplies many tokens by dense weights: cuBLASLt with its version, or in words why it does not.
 std::string product_library();
-/// The algorithms that cuBLASLt was asked for so far, one for each product and class of step sizes, in words:
+/// The algorithms that products have had so far, in words, with the tokens that cuBLASLt was asked for:
 /// "128 tokens, 2560 -> 7680, float16: algorithm 66, tile 18, stages 35, split-k 1, 0 B of workspace".
 std::vector<std::string> product_algorithms();
 

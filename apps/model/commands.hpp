@@ -56,7 +56,7 @@ class Evaluate {
   ModelOptions model_;
   std::string tokens_, reference_, json_, feed_ = "token";
   std::int64_t context_ = 2048;
-  std::optional<std::int64_t> stride_, limit_;
+  std::optional<std::int64_t> stride_, limit_, slots_;
   bool oracle_ = false;
 };
 

@@ -12,6 +12,8 @@
 #include "apps/cli/terminal.hpp"
 #include "apps/model/commands.hpp"
 #include "apps/verify/quality.hpp"
+#include "core/model/score.hpp"
+#include "core/model/slot_lease.hpp"
 #include "cpu_ref/model.hpp"
 #include "golden/checkpoint/token_file.hpp"
 #include "golden/file/model_golden.hpp"
@@ -68,6 +70,38 @@ Status for_each_prediction(ModelRunner& model, std::span<const std::int32_t> ids
     }
   }
   return {};
+}
+
+/// Scores the windows' ids, and keeps no logits. Where `check` ends it, the windows before that are there.
+Status score_windows(std::unique_ptr<ModelRunner> model, std::span<const std::int32_t> ids,
+                     const std::vector<Window>& windows, const std::string& source,
+                     const std::function<Status()>& check, Progress& progress, Quality& quality) {
+  std::vector<ScorePrompt> prompts;
+  for (const Window& w : windows) {
+    const auto part = ids.subspan(std::size_t(w.first), std::size_t(w.last - w.first));
+    // The first id of a window has no prediction.
+    if (part.size() > 1) prompts.push_back({{part.begin(), part.end()}, std::max<std::int64_t>(1, w.scored - w.first)});
+  }
+  CF_TRY_ASSIGN(Scorer scorer, Scorer::create(SlotLease::of_all(std::move(model)), prompts));
+  Status ended;
+  while (ended && !scorer.done()) {
+    ended = check();
+    if (ended) ended = scorer.step();
+    progress.set(scorer.ids_read() * std::int64_t(ids.size()) / scorer.ids());
+  }
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
+    const PromptScore& score = scorer.scores()[i];
+    if (!score.status)
+      return Status::error(score.status.code(), fmt::format("{}: window {}: {}", source, i, score.status.message()));
+    if (std::int64_t(score.ids.size()) < std::int64_t(prompts[i].ids.size()) - prompts[i].first) break;
+    for (const IdScore& id : score.ids) {
+      if (!std::isfinite(id.log_prob))
+        return Status::error(Code::invalid_argument,
+                             fmt::format("{}: window {}: an id has the probability 0", source, i));
+      quality.add(id.log_prob);
+    }
+  }
+  return ended;
 }
 
 std::vector<double> widened(const Tensor& row) {
@@ -253,6 +287,8 @@ Evaluate::Evaluate(CommandLine& line) {
   line.integer("--limit", limit_, {2, std::int64_t(1) << 40}, "Take the first ids alone");
   line.choice("--feed", feed_, {"token", "prompt"},
               "Ids one by one, as a decoder takes them, or by chunks, as prompts");
+  line.integer("--slots", slots_, {1, kMaxSlots},
+               "With --feed prompt: windows that are read at once; no more than one where logits are compared");
   line.flag("--oracle", oracle_, "Compare every position with the float64 oracle");
   line.group("Output");
   line.output("--json", json_, "Write all figures as JSON");
@@ -265,7 +301,9 @@ Evaluate::Evaluate(CommandLine& line) {
                "      --context 128 --stride 64 --tokens data/checkpoints/stdlib-4m/held_out.npy");
   line.require_one("--tokens", "--reference");
   for (const char* option : {"--context", "--stride", "--oracle"}) line.excludes("--reference", option);
+  for (const char* option : {"--oracle", "--reference"}) line.excludes("--slots", option);
   line.check([this](Faults& faults) {
+    if (slots_ && feed_ != "prompt") faults.add("--slots: expected with --feed prompt");
     if (stride_ && *stride_ > context_)
       faults.expected("--stride", fmt::format("at most --context {}", context_), std::to_string(*stride_));
     if (oracle_ && model_.activation == DType::f64) faults.add("--oracle: expected with --activation float32");
@@ -311,9 +349,10 @@ int Evaluate::run(const std::string& command) {
 
   // A window's last id is scored and not fed.
   const std::int64_t capacity = std::max<std::int64_t>(1, context - 1);
-  Result<RunningModel> running = open_model(model_, 1, capacity, oracle_);
+  Result<RunningModel> running = open_model(model_, slots_.value_or(1), capacity, oracle_);
   if (!running) return fail(running.status());
-  std::vector<Column> columns{{std::string(to_string(running->model->activation())), {}}};
+  const DType activation = running->model->activation();
+  std::vector<Column> columns{{std::string(to_string(activation)), {}}};
   std::unique_ptr<cpu_ref::Model> oracle;
   if (oracle_) {
     Result<std::unique_ptr<cpu_ref::Model>> made =
@@ -353,7 +392,15 @@ int Evaluate::run(const std::string& command) {
     };
     Progress progress("scoring", count);
     Quality& quality = columns.front().quality;
-    for (const Window& w : windows_of(count, context, stride)) {
+    const std::vector<Window> windows = windows_of(count, context, stride);
+    // Where no logits are compared, those of prompts need not be kept.
+    const bool scores = !oracle && !reference && feed_ == "prompt";
+    if (scores) {
+      const Status s = score_windows(std::move(running->model), ids, windows, source, check, progress, quality);
+      signal = interrupts.noted();
+      if (!s && !signal) return fail(s);
+    }
+    for (const Window& w : scores ? std::vector<Window>() : windows) {
       // The last id of a window is the target of the one before, and predicts nothing that is scored.
       const auto fed = std::span(ids).subspan(std::size_t(w.first), std::size_t(w.last - w.first - 1));
       const std::int64_t skipped = std::max<std::int64_t>(0, w.scored - w.first - 1);
@@ -392,7 +439,7 @@ int Evaluate::run(const std::string& command) {
   const Json values = print_figures(columns);
   const Status written = write_report(json_, true, [&] {
     Json report = {{"program", "cf-model eval"}, {"version", CF_VERSION}, {"commit", commit()}, {"command", command}};
-    add_machine(report, model_, *running, running->model->activation());
+    add_machine(report, model_, *running, activation);
     report["tokens"] = source;
     report["context"] = context;
     report["stride"] = stride;

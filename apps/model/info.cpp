@@ -95,8 +95,7 @@ int Info::run() {
   add("intermediate_size", std::to_string(m.intermediate_size));
   add("vocab_size", fmt::format("{}{}", m.vocab_size, m.tie_word_embeddings ? ", tied" : ""));
   add("max_position_embeddings", std::to_string(m.max_position_embeddings));
-  if (m.sliding_window)
-    add("sliding_window", fmt::format("{} keys, the most positions of a sequence on a GPU", m.sliding_window));
+  if (m.sliding_window) add("sliding_window", fmt::format("{} keys that a token sees", m.sliding_window));
   add("residual", m.use_parallel_residual ? "parallel" : "sequential");
   add("activation", std::string(to_string(m.hidden_act)));
   add("parameters", fmt::format("{:.3f} M", double(m.num_parameters()) * 1e-6));

@@ -13,6 +13,7 @@ import golden_file
 import model_config
 from peers import torch_int4, triton_gptq, triton_norm
 from peers.cublas import four_products
+from peers.flashinfer_attention import flashinfer_decode
 from peers.lines_of_code import our_lines, triton_lines
 from peers.programs import commit_of, layer_rows, op_rows, run_program
 from peers.sdpa import sdpa
@@ -158,6 +159,8 @@ class Bench:
                 for kv_len in self.args.kv_len:
                     measured = lambda: over_sets(sdpa(model, batch, kv_len))
                     self.measure("attention", (preset, batch, kv_len), "torch sdpa in a graph", measured)
+                    measured = lambda: over_sets(flashinfer_decode(model, batch, kv_len))
+                    self.measure("attention", (preset, batch, kv_len), "FlashInfer, pages, in a graph", measured)
         for op in NORM_PEERS:
             for tokens in NORM_TOKENS if op in self.args.peers else ():
                 measured = lambda: over_sets(norm_and_add(op, model, tokens))

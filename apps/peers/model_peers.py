@@ -17,6 +17,7 @@ import families
 import hf_model
 import model_config
 import procedural
+from peers.hf_continuous import hf_continuous
 
 SIZES = ("slots", "prompt_len", "new_tokens")
 # The prompt behind which a token is the one that the front page and its picture show.
@@ -464,6 +465,7 @@ def torch_graphs(hf, load, captured):
 # In this order: the one that compiles for long comes last.
 PEERS = {
     "hf_generate": lambda hf, load, captured: hf_generate(hf, load),
+    "hf_continuous": lambda hf, load, captured: hf_continuous(hf, load, Stream),
     "torch_graph": torch_graph,
     "torch_graphs": torch_graphs,
     "hf_static_compile": lambda hf, load, captured: hf_static_compile(hf, load),

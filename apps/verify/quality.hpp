@@ -52,6 +52,11 @@ struct Quality {
   std::vector<double> nll_change;     // there: ours minus the reference's
   std::optional<Divergence> divergence{};
 
+  /// Adds a position of which the log-probability of the id that came next is known alone.
+  void add(double log_prob) {
+    ++positions;
+    nll.push_back(-log_prob);
+  }
   /// Adds a position: our logits, and the id that came next.
   void add(const LogitsRow& ours, std::int32_t next);
   /// The same beside a reference. Where ours has ids, they are the reference's.

@@ -6,6 +6,7 @@
 #include <numbers>
 
 #include "core/cache_view.hpp"
+#include "core/model/streams.hpp"
 
 namespace cf {
 
@@ -141,4 +142,13 @@ void rope_table(View<float, 2> cos, View<float, 2> sin, double theta, const Rope
 }
 
 }  // namespace ops
+
+std::vector<double> rope_frequencies(const ModelSpec& m) {
+  const std::int64_t half = m.shape.rotary_dim / 2;
+  std::vector<double> frequencies;
+  for (std::int64_t i = 0; i < half; ++i)
+    frequencies.push_back(ops::inv_freq_of(i, half, m.traits.rope_theta, m.traits.rope_scaling));
+  return frequencies;
+}
+
 }  // namespace cf

@@ -76,6 +76,13 @@ __device__ void copy_registers(std::uint32_t (&to)[N], const std::uint32_t (&fro
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(to[i]) : "r"(from[i]));
 }
+/// The same where ptxas sees through moves: it then says C7513, "wgmma.mma_async instructions are serialized". `zero`
+/// is 0, which the compiler does not know.
+template <int N>
+__device__ void copy_registers(std::uint32_t (&to)[N], const std::uint32_t (&from)[N], std::uint32_t zero) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("xor.b32 %0, %1, %2;" : "=r"(to[i]) : "r"(from[i]), "r"(zero));
+}
 
 /// Orders this thread's plain stores to shared memory before products that read what was stored. The threads that start
 /// the products wait for this thread after the call.

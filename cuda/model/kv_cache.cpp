@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/model/extend.hpp"
+#include "cuda/model/pages.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/runtime/check.hpp"
 
@@ -18,34 +19,47 @@ constexpr std::string_view kName = "kv_cache";
 /// What a cache holds.
 struct CacheTensors {
   std::vector<LayerCache> layers;
-  View<std::int32_t, 1> kv_len, positions;
+  View<std::int32_t, 1> kv_len{}, positions{};
+  View<std::int32_t, 2> page_table{};
 
-  void place(Arena& arena, const ModelShape& shape, DType dtype, std::int64_t batch, std::int64_t capacity) {
+  void place(Arena& arena, const ModelShape& shape, DType dtype, std::int64_t batch, std::int64_t capacity,
+             const PageSizes& pool) {
     for (LayerCache& layer : layers)
       for (AnyView<4>* v : {&layer.k, &layer.v})
-        arena.place(*v, extents(batch, shape.num_kv_heads, capacity, shape.head_dim), dtype);
+        arena.place(
+            *v,
+            extents(pool ? pool.pages : batch, shape.num_kv_heads, pool ? pool.page_entries : capacity, shape.head_dim),
+            dtype);
     arena.place(kv_len, extents(batch), DType::i32);
     arena.place(positions, extents(batch * capacity), DType::i32);
+    if (pool)
+      arena.place(page_table, extents(batch, (capacity + pool.page_entries - 1) / pool.page_entries), DType::i32);
   }
 };
+
+EntryLimit limit_of(const ModelSpec& m, std::int64_t capacity, const CacheKind& kind) {
+  if (kind.stream) return {kMostStreamTokens, "the most tokens of a stream on a GPU"};
+  return entry_limit(m, capacity, kind.leaves_keys_out);
+}
 
 }  // namespace
 
 struct KvCache::State : CacheTensors {
-  State(const Context& c, const ModelSpec& m, DType d, LayerRange r, std::int64_t b, std::int64_t n)
-      : CacheTensors{.layers = std::vector<LayerCache>(std::size_t(r.count())), .kv_len = {}, .positions = {}},
+  State(const Context& c, const ModelSpec& m, DType d, LayerRange r, std::int64_t b, std::int64_t n, const CacheKind& k)
+      : CacheTensors{.layers = std::vector<LayerCache>(std::size_t(r.count()))},
         context(c),
         shape(m.shape),
         dtype(d),
         range(r),
         batch(b),
         capacity(n),
-        limit(entry_limit(m, n)) {}
+        kind(k),
+        limit(limit_of(m, n, k)) {}
   ~State() { (void)cudaDeviceSynchronize(); }
 
   std::size_t lay_out(std::byte* block) {
     Arena arena(block);
-    place(arena, shape, dtype, batch, capacity);
+    place(arena, shape, dtype, batch, capacity, kind.pool);
     return arena.bytes();
   }
 
@@ -54,6 +68,7 @@ struct KvCache::State : CacheTensors {
   DType dtype;
   LayerRange range;
   std::int64_t batch, capacity, q_len = 0;
+  CacheKind kind;
   EntryLimit limit;
   DeviceMemory memory;
   std::uint64_t version = next_version();
@@ -65,7 +80,7 @@ KvCache& KvCache::operator=(KvCache&&) noexcept = default;
 KvCache::~KvCache() = default;
 
 Result<KvCache> KvCache::create(const Context& context, const ModelSpec& model, DType dtype, LayerRange layers,
-                                std::int64_t batch, std::int64_t capacity) {
+                                std::int64_t batch, std::int64_t capacity, const CacheKind& kind) {
   CF_TRY(model.validate());
   if (layers.first < 0 || layers.first >= layers.last || layers.last > model.shape.num_layers)
     return bad_argument(kName, "layers [first, last) must be a range within [0, " +
@@ -79,22 +94,27 @@ Result<KvCache> KvCache::create(const Context& context, const ModelSpec& model, 
           kName, std::string(name) + " must be 1 to " + std::to_string(most) + ", got " + std::to_string(size));
   CF_TRY(with_activation(kName, dtype, [](auto) { return Status(); }));
 
-  auto state = std::make_unique<State>(context, model, dtype, layers, batch, capacity);
+  CF_TRY(SlotPages::check(kind.pool, capacity, kind.stream));
+
+  auto state = std::make_unique<State>(context, model, dtype, layers, batch, capacity, kind);
   CF_TRY_ASSIGN(DeviceMemory memory,
                 DeviceMemory::create(context, state->lay_out(nullptr),
-                                     "cache of " + std::to_string(batch) + " x " + std::to_string(capacity) +
+                                     "cache of " + std::to_string(kind.pool ? kind.pool.pages : batch) + " x " +
+                                         std::to_string(kind.pool ? kind.pool.page_entries : capacity) +
                                          " entries in " + std::to_string(layers.count()) + " layers"));
   state->memory = std::move(memory);
   state->lay_out(state->memory.data());
   CF_TRY(from_cuda(cudaMemset(state->kv_len.data, 0, std::size_t(state->kv_len.bytes())), "cudaMemset"));
+  if (kind.pool)
+    CF_TRY(from_cuda(cudaMemset(state->page_table.data, 0, std::size_t(state->page_table.bytes())), "cudaMemset"));
   return KvCache(std::move(state));
 }
 
-double KvCache::bytes(const ModelSpec& model, DType dtype, std::int64_t batch, std::int64_t capacity) {
-  CacheTensors tensors{
-      .layers = std::vector<LayerCache>(std::size_t(model.shape.num_layers)), .kv_len = {}, .positions = {}};
+double KvCache::bytes(const ModelSpec& model, DType dtype, std::int64_t batch, std::int64_t capacity,
+                      const CacheKind& kind) {
+  CacheTensors tensors{.layers = std::vector<LayerCache>(std::size_t(model.shape.num_layers))};
   Arena arena(nullptr);
-  tensors.place(arena, model.shape, dtype, batch, capacity);
+  tensors.place(arena, model.shape, dtype, batch, capacity, kind.pool);
   return arena.measured();
 }
 
@@ -141,6 +161,19 @@ Status KvCache::extend(CUstream_st* stream, std::int64_t q_len) {
   return {};
 }
 
+Status KvCache::set_pages(std::span<const PagePool::Copy> copies, std::span<const SlotPages::Cell> cells,
+                          CUstream_st* stream) {
+  const State& s = *state_;
+  const Context context = s.context.on_stream(stream);
+  if (!copies.empty()) {
+    const LayerCache& first = s.layers.front();
+    // Keys and values of the layers lie one behind the other, as place() lays them out.
+    const auto stride = static_cast<const std::byte*>(first.v.data) - static_cast<const std::byte*>(first.k.data);
+    CF_TRY(enqueue_page_copies(first.k, stride, 2 * std::int64_t(s.layers.size()), copies, context));
+  }
+  return enqueue_table_cells(s.page_table, cells, context);
+}
+
 View<std::int32_t, 1> KvCache::writable_positions() {
   state_->q_len = 1;
   return {state_->positions.data, {state_->batch}};
@@ -152,7 +185,8 @@ View<std::int32_t, 1> KvCache::writable_kv_len() {
 
 std::int64_t KvCache::batch() const { return state_->batch; }
 std::int64_t KvCache::capacity() const { return state_->capacity; }
-std::int64_t KvCache::most_entries() const { return state_->limit.most; }
+const EntryLimit& KvCache::limit() const { return state_->limit; }
+View<const std::int32_t, 2> KvCache::page_table() const { return {state_->page_table.data, state_->page_table.shape}; }
 DType KvCache::dtype() const { return state_->dtype; }
 LayerRange KvCache::layers() const { return state_->range; }
 std::int64_t KvCache::q_len() const { return state_->q_len; }

@@ -4,14 +4,26 @@
 #include <memory>
 #include <span>
 
+#include "core/cache_view.hpp"
 #include "core/model/layer.hpp"
 #include "core/model/shape.hpp"
+#include "core/model/slot_pages.hpp"
 #include "core/status.hpp"
 #include "core/tensor.hpp"
 #include "cuda/model/resident_weights.hpp"
 #include "cuda/runtime/context.hpp"
 
 namespace cf::cuda {
+
+/// What a cache is beside a contiguous one whose sequences see all of their keys.
+struct CacheKind {
+  PageSizes pool{};              // all sequences' entries lie in this pool's pages
+  KeyWindow stream{};            // each sequence is a stream, whose newest tokens take the places of older ones
+  bool leaves_keys_out = false;  // a sequence may be longer than the model's window
+};
+
+/// The most tokens of a stream: lengths and positions are of 32 bits.
+inline constexpr std::int64_t kMostStreamTokens = std::int64_t(1) << 30;
 
 /// The keys and values of a batch of sequences, for a range of layers, with the sequences' lengths; all on a device. A
 /// cache belongs to a conversation, not to weights or to a way of stepping: any executor may step it.
@@ -25,10 +37,13 @@ class KvCache {
   /// kv_len begins as 0.
   /// Refuses a model that describes no layer, a range outside its layers, batch or capacity below 1, and a dtype other
   /// than float16, bfloat16 and float32. Code::out_of_memory says how much was needed and how much is free.
+  /// In pages keys and values are (pages, kv_heads, page_entries, head_dim), and a sequence has room in the table for
+  /// the pages of `capacity` entries; all of them are page 0 until set_pages().
   static Result<KvCache> create(const Context& context, const ModelSpec& model, DType dtype, LayerRange layers,
-                                std::int64_t batch, std::int64_t capacity);
+                                std::int64_t batch, std::int64_t capacity, const CacheKind& kind = {});
   /// The bytes that create() takes for all layers of a model. May be called with sizes that create() refuses.
-  static double bytes(const ModelSpec& model, DType dtype, std::int64_t batch, std::int64_t capacity);
+  static double bytes(const ModelSpec& model, DType dtype, std::int64_t batch, std::int64_t capacity,
+                      const CacheKind& kind = {});
   KvCache(KvCache&&) noexcept;
   KvCache& operator=(KvCache&&) noexcept;
   /// Waits for the device: the cache may be in use.
@@ -42,6 +57,9 @@ class KvCache {
   /// Adds q_len to every kv_len, on the device and without waiting. Nothing is checked: beyond the capacity a step's
   /// results are NaN and the cache stays as it is. May be captured into a graph.
   Status extend(CUstream_st* stream, std::int64_t q_len = 1);
+  /// Of a cache in pages: makes copies of pages in every layer, and then brings the table up to date; all behind what is
+  /// on the stream, and before what is put there next.
+  Status set_pages(std::span<const PagePool::Copy> copies, std::span<const SlotPages::Cell> cells, CUstream_st* stream);
   /// For a caller that writes positions and kv_len on the device itself, before a step of one new token a sequence:
   /// (batch) each.
   View<std::int32_t, 1> writable_positions();
@@ -49,8 +67,11 @@ class KvCache {
 
   std::int64_t batch() const;
   std::int64_t capacity() const;
-  /// The entries that a sequence may have: the capacity, or the model's window where that is less.
-  std::int64_t most_entries() const;
+  /// The entries that a sequence may have, and what says so.
+  const EntryLimit& limit() const;
+  std::int64_t most_entries() const { return limit().most; }
+  /// A sequence's pages, (batch, pages of a sequence); empty where the cache has none.
+  View<const std::int32_t, 2> page_table() const;
   DType dtype() const;
   LayerRange layers() const;
   /// The tokens that the next step appends to each sequence: what extend() or set_kv_len() was told last; 0 before the

@@ -9,9 +9,11 @@
 namespace cf::cuda {
 
 /// The bytes of scratch memory with which every linear of a model's layers, and its LM head, takes steps of `tokens`
-/// tokens as a product of many. 0 where no linear would use any. An invariant model's products are all products of many.
+/// tokens as a product of many. 0 where no linear would use any. An invariant model's dense weights are all multiplied
+/// as many tokens are, its packed ones never.
 inline std::size_t linear_scratch_bytes(const ModelSpec& model, DType activation, std::int64_t tokens, bool quantised,
                                         bool invariant = false) {
+  quantised = quantised && !invariant;
   const std::int64_t without = std::min(tokens_without_gemm(false), tokens_without_gemm(quantised));
   if (activation == DType::f32 || (tokens <= without && !invariant)) return 0;
   // A quantised weight's bias may have another dtype than the activations, and then any linear has float32 sums.

@@ -16,7 +16,7 @@ namespace cf::cuda {
 ///              dense weights of any dtype. pack() (cuda/ops/linear/pack/pack.hpp) packs a GptqWeight. Many tokens of
 ///              16 bits go through cuBLASLt (cuda/ops/linear/cublaslt/library.hpp) where the launch list has the
 ///              scratch memory for it; on Hopper those with a dense weight and GELU have a kernel of their own
-///   attention  head_dim up to 256
+///   attention  head_dim up to 256; pages of a multiple of 64 entries up to 1024
 #define CF_OP(Op) Status run(const ops::Op::Args&, Context&);
 #include "core/ops/fused.def"
 #include "core/ops/ops.def"

@@ -4,7 +4,10 @@
 #include <utility>
 
 #include "core/cache_view.hpp"
+#include "core/call_groups.hpp"
+#include "core/model/streams.hpp"
 #include "core/resources.hpp"
+#include "cuda/ops/any_cache.hpp"
 #include "cuda/serve/model_state.hpp"
 #include "cuda/step/fastest_impl.hpp"
 
@@ -36,22 +39,44 @@ bool is_quantised(const ModelSpec& m, const ModelWeights& w) {
   return found;
 }
 
-/// Refuses options that no kernel is there for yet.
-Status check_has_kernels(const Model::Options& o) {
-  const auto refuse = [](std::string_view option, const std::string& takes, const std::string& got) {
-    return Status::error(Code::unimplemented, std::string(kModelName) + ": " + std::string(option) + ": cuda takes " +
-                                                  takes + ", got " + got);
-  };
-  if (o.window > 0 || o.sinks > 0) return refuse("window", "sequences that see all keys", std::to_string(o.window));
-  if (o.pages > 0) return refuse("pages", "a cache with memory for each slot", std::to_string(o.pages));
-  return {};
-}
-
 /// The tokens that go through the model at once, at most: a chunk, as far as all slots have room for one, or a token of
 /// each slot.
 std::int64_t most_tokens(const Model::Options& o) {
   const bool fills_chunk = o.slots >= o.chunk || o.capacity >= o.chunk;
   return std::max(o.slots, fills_chunk ? o.chunk : std::min(o.chunk, o.slots * o.capacity));
+}
+
+/// The options with the capacity that streams need.
+Model::Options with_capacity(Model::Options o) {
+  if (o.stream()) o.capacity = stream_entries(o.stream(), std::max(o.chunk, o.slots));
+  return o;
+}
+
+/// Whether an impl has ops in the place of the persistent kernel, which reads contiguous caches of all keys alone.
+bool has_ops(Impl impl) { return impl == Impl::unfused || impl == Impl::graph; }
+
+/// Whether sequences may be longer than the model's own window.
+bool leaves_keys_out(const ModelSpec& m, const Model::Options& o) {
+  return m.traits.window > 0 && o.capacity > m.traits.window && (!o.impl || has_ops(*o.impl));
+}
+
+CacheKind kind_of(const ModelSpec& m, const Model::Options& o) {
+  return {.pool = o.pool(), .stream = o.stream(), .leaves_keys_out = leaves_keys_out(m, o)};
+}
+
+/// Refuses pages that the options have no room for, and pages and streams that no kernel takes.
+Status check_cache_options(const Model::Options& o) {
+  CF_TRY(SlotPages::check(o.pool(), o.capacity, o.stream()));
+  const auto unimplemented = [](std::string what) {
+    return Status::error(Code::unimplemented, "model: " + std::move(what));
+  };
+  if (o.pages > 0 && !is_page_size(o.page_entries))
+    return unimplemented("page_entries: cuda takes a multiple of " + std::to_string(kPageUnit) + " up to " +
+                         std::to_string(kMostPageEntries) + ", got " + std::to_string(o.page_entries));
+  if ((o.pages > 0 || o.stream()) && o.impl && !has_ops(*o.impl))
+    return unimplemented(std::string(o.pages > 0 ? "pages" : "window") +
+                         ": cuda takes the impls unfused and graph, got " + std::string(to_string(*o.impl)));
+  return {};
 }
 
 /// Words that begin at a multiple of 16 bytes, as tensors do, and so do those behind them.
@@ -92,18 +117,29 @@ ModelTensors Model::State::tensors(std::int64_t slot, const StepSizes& sizes, co
   t.ids = arrays.ids;
   for (std::size_t i = 0; i < 2; ++i) t.hidden[i] = rows_of(hidden[i], 0, tokens);
   t.layer = workspace.tensors(cache, 0, 0, 1);
+  StepSizes with_sinks = sizes;
+  with_sinks.sinks = options.sinks > 0;
   for_each_activation(
-      spec.shape, sizes,
+      spec.shape, with_sinks,
       [&](const TensorSpec& s, auto& view, const auto& shape) {
         if (s.role == Role::output) view.shape = shape;
       },
       t.layer);
-  t.layer.positions = arrays.positions;
+  if (options.stream()) {
+    t.layer.positions.shape[0] = tokens;
+    if (options.sinks > 0) t.layer.sink_positions.shape[0] = tokens;
+  } else {
+    t.layer.positions = arrays.positions;
+  }
   t.layer.kv_len = arrays.kv_len;
+  if (t.layer.page_table) t.layer.page_table = part_of(t.layer.page_table, slot, sizes.batch);
   caches.clear();
   for (std::int64_t l = 0; l < spec.shape.num_layers; ++l) {
     const LayerCache c = cache.layer(l);
-    caches.push_back({cache_of(c.k, slot, sizes.batch), cache_of(c.v, slot, sizes.batch)});
+    if (pages)
+      caches.push_back(c);  // pages are no one slot's
+    else
+      caches.push_back({cache_of(c.k, slot, sizes.batch), cache_of(c.v, slot, sizes.batch)});
   }
   t.caches = caches;
   t.logits = logits_to;
@@ -115,35 +151,43 @@ Impl Model::auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeigh
   return fastest_impl(arch, model, dtype_of_weights(weights), is_quantised(model, weights), slots);
 }
 
-ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const Options& o) {
+ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const Options& options) {
+  const Options o = with_capacity(options);
   const DType dtype = dtype_of_weights(weights);
   OwnTensors own;
   Arena arena(nullptr);
   own.place(arena, m, dtype, o);
   return {.weights = o.in_place ? 0 : double(weight_bytes(m, weights)),
-          .cache = KvCache::bytes(m, dtype, o.slots, o.capacity),
-          .workspace = arena.measured() +
-                       Workspace::bytes(m, dtype, most_tokens(o), o.capacity, is_quantised(m, weights), o.invariant)};
+          .cache = KvCache::bytes(m, dtype, o.slots, o.capacity, kind_of(m, o)),
+          .workspace = arena.measured() + Workspace::bytes(m, dtype, most_tokens(o), o.capacity,
+                                                           is_quantised(m, weights), o.invariant, o.stream())};
 }
 
-Status Model::check_memory(const std::string& name, const ModelSpec& m, const ModelWeights& weights, const Options& o) {
+Status Model::check_memory(const std::string& name, const ModelSpec& m, const ModelWeights& weights,
+                           const Options& options) {
+  CF_TRY(check_stream(m, options.stream()));
+  const Options o = with_capacity(options);
   const ModelBytes needed = bytes(m, weights, o);
   std::size_t free = 0, total = 0;
   CF_TRY(from_cuda(cudaMemGetInfo(&free, &total), "cudaMemGetInfo"));
   if (needed.total() <= double(free)) return {};
-  return Status::error(Code::out_of_memory,
-                       name + ": " + std::to_string(o.slots) + " slots of " + std::to_string(o.capacity) +
-                           " entries need " + gigabytes(needed.weights) + " of device memory for the weights, " +
-                           gigabytes(needed.cache) + " for the cache and " + gigabytes(needed.workspace) +
-                           " for activations, " + gigabytes(double(free)) + " are free");
+  return Status::error(
+      Code::out_of_memory,
+      name + ": " + std::to_string(o.pages > 0 ? o.pages : o.slots) + (o.pages > 0 ? " pages of " : " slots of ") +
+          std::to_string(o.pages > 0 ? o.page_entries : o.capacity) + " entries need " + gigabytes(needed.weights) +
+          " of device memory for the weights, " + gigabytes(needed.cache) + " for the cache and " +
+          gigabytes(needed.workspace) + " for activations, " + gigabytes(double(free)) + " are free");
 }
 
 Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::string& name, const ModelSpec& spec,
-                                             const ModelWeights& host, const Options& o) {
+                                             const ModelWeights& host, const Options& options) {
   CF_TRY(check_model_weights(spec, host));
   constexpr std::int64_t most = std::int64_t(1) << 26;
-  CF_TRY(check_sizes({{"slots", o.slots, kMaxSlots}, {"capacity", o.capacity, most}, {"chunk", o.chunk, most}}));
-  CF_TRY(check_has_kernels(o));
+  CF_TRY(check_sizes({{"slots", options.slots, kMaxSlots}, {"chunk", options.chunk, most}}));
+  CF_TRY(check_stream(spec, options.stream()));
+  const Options o = with_capacity(options);
+  CF_TRY(check_sizes({{"capacity", o.capacity, most}}));
+  CF_TRY(check_cache_options(o));
   if (o.invariant && o.impl && *o.impl != Impl::graph && *o.impl != Impl::unfused)
     return bad_argument(kModelName,
                         "invariant: expected the impl graph or unfused, got " + std::string(to_string(*o.impl)));
@@ -157,10 +201,13 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   const DType dtype = dtype_of_weights(host);
   const auto make_weights = o.in_place ? &ResidentWeights::in_place : &ResidentWeights::load;
   CF_TRY_ASSIGN(ResidentWeights weights, make_weights(context, spec, dtype, host));
-  CF_TRY_ASSIGN(KvCache cache, KvCache::create(context, spec, dtype, {0, spec.shape.num_layers}, o.slots, o.capacity));
-  CF_TRY_ASSIGN(Workspace workspace,
-                Workspace::create(context, spec, dtype, most_tokens(o), o.capacity, is_quantised(spec, host)));
-  const Impl impl = o.impl.value_or(auto_impl(context.arch(), spec, host, o.slots));
+  const CacheKind kind = kind_of(spec, o);
+  CF_TRY_ASSIGN(KvCache cache,
+                KvCache::create(context, spec, dtype, {0, spec.shape.num_layers}, o.slots, o.capacity, kind));
+  CF_TRY_ASSIGN(Workspace workspace, Workspace::create(context, spec, dtype, most_tokens(o), o.capacity,
+                                                       is_quantised(spec, host), o.stream()));
+  Impl impl = o.impl.value_or(auto_impl(context.arch(), spec, host, o.slots));
+  if ((kind.pool || kind.stream || kind.leaves_keys_out) && !has_ops(impl)) impl = Impl::graph;
   auto state = std::make_unique<State>(context, std::move(stream), spec, o, impl, std::move(weights), std::move(cache),
                                        std::move(workspace));
   State& s = *state;
@@ -205,9 +252,9 @@ std::int64_t Model::slots() const { return state_->options.slots; }
 std::int64_t Model::capacity() const { return state_->options.capacity; }
 std::int64_t Model::pass_tokens() const { return state_->most_tokens(); }
 std::int64_t Model::preferred_step_tokens() const {
-  // Beside a token of each slot, as many as a step has in which running sequences wait for a few milliseconds.
-  constexpr std::int64_t of_prompts = 448;
-  return slots() == 1 ? 0 : std::min(slots() + of_prompts, pass_tokens());
+  // Running sequences wait for such a step for some 5 ms with 2.8 B weights on an H100. Products have tiles of 128 rows.
+  constexpr std::int64_t tile = 128;
+  return slots() == 1 ? 0 : std::min((slots() + 2 * tile - 1) / tile * tile, pass_tokens());
 }
 bool Model::runs_ahead(std::span<const Run> runs, std::span<const std::int32_t> ids) const {
   std::vector<Token> tokens;
@@ -217,11 +264,11 @@ bool Model::runs_ahead(std::span<const Run> runs, std::span<const std::int32_t> 
   }
   return state_->pipeline.foresees(tokens);
 }
+EntryLimit Model::limit() const { return state_->cache.limit(); }
 DType Model::activation() const { return state_->workspace.activation(); }
 std::int64_t Model::length(std::int64_t slot) const { return state_->pipeline.lengths()[slot]; }
 Impl Model::impl() const { return state_->impl; }
 const ModelBytes& Model::bytes() const { return state_->taken; }
-void Model::release(std::int64_t slot) { state_->pipeline.release(slot); }
 void Model::watch(Visit visit) { state_->visit = std::move(visit); }
 void Model::check_between(Check check) { state_->go_on = std::move(check); }
 

@@ -32,12 +32,16 @@ class Model final : public ModelRunner {
     std::int64_t chunk = 2048;     // tokens that go through the model at once: of a prompt, or of several
     std::optional<Impl> impl{};    // of steps; auto_impl() where it is empty
     bool in_place = false;         // whether the weights lie on the device and are read there, without a copy
-    /// Whether a token's bits are the same whatever else is in its step: every step has the kernels of many tokens, which
-    /// are slow for few (data/bench/README.md has the price). It takes the impls unfused and graph.
+    /// Whether a token's bits are the same whatever else is in its step: all steps have kernels with one order of sums,
+    /// which are slower for few tokens (data/bench/README.md has the price). It takes the impls unfused and graph.
     bool invariant = false;
-    /// As cpu_ref::Model::Options has them; Code::unimplemented for now.
+    /// As cpu_ref::Model::Options has them. A page has a multiple of 64 entries up to 1024. Pages and streams, and with a
+    /// model's own window a capacity beyond it, take the impls unfused and graph.
     std::int64_t window = 0, sinks = 0;
     std::int64_t pages = 0, page_entries = 64;
+
+    KeyWindow stream() const { return {.keys = window, .sinks = sinks}; }
+    PageSizes pool() const { return pages == 0 ? PageSizes{} : PageSizes{pages, page_entries}; }
   };
 
   /// The fastest impl for steps of so many slots on a GPU of this kind, by its measured bounds.
@@ -62,9 +66,11 @@ class Model final : public ModelRunner {
   std::int64_t slots() const override;
   std::int64_t capacity() const override;
   DType activation() const override;
+  EntryLimit limit() const override;
   /// The chunk, as far as all slots have room for one, and at least a token of each slot.
   std::int64_t pass_tokens() const override;
-  /// A token of each slot and 448 of prompts, as far as a pass has room for them. A lone slot's prompts are read whole.
+  /// A token of each slot and 128 to 255 of prompts, a multiple of 128 in all, as far as a pass has room for them. A lone
+  /// slot's prompts are read whole.
   std::int64_t preferred_step_tokens() const override;
   bool runs_ahead(std::span<const Run> runs, std::span<const std::int32_t> ids) const override;
   Impl impl() const;
@@ -90,6 +96,9 @@ class Model final : public ModelRunner {
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override;
+  std::int64_t page_entries() const override;
+  Status check_room(std::span<const Run> runs) const override;
+  Status fork(std::int64_t from, std::int64_t to, std::int64_t n) override;
 
   /// What the model is asked for from now on comes after all that is on `stream`, another stream of the device.
   /// Code::device_error where an earlier step was given up.

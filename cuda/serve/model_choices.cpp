@@ -90,9 +90,13 @@ std::string Model::State::first_nan(std::int64_t slot) {
   std::vector<LayerCache> caches;
   const ModelTensors t = tensors(slot, {}, arrays, rows_of(prompt_logits, 0), caches);
   const auto look = [&]() -> Status {
+    const Run last{.sequence = slot, .first_position = position};
+    CF_TRY_ASSIGN(const std::vector<PagePool::Copy> copies, pages.reserve(std::span(&last, 1)));
+    CF_TRY(update_pages(copies));
     CF_TRY(copy_to_device(context, arrays.ids.data, staged, sizeof *staged));
     CF_TRY(copy_to_device(context, arrays.positions.data, staged + 1, sizeof *staged));
     CF_TRY(copy_to_device(context, arrays.kv_len.data, staged + 2, sizeof *staged));
+    CF_TRY(make_rope_rows(arrays.positions));
     return walk(t, [&](const ModelSite& site, std::span<const SiteTensor> made) -> Status {
       for (SiteTensor tensor : made) {
         if (tensor.role != Role::output || !found.empty()) continue;

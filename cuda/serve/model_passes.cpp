@@ -109,6 +109,7 @@ Status Model::State::pass(const Pieces& pieces) {
       for (std::int64_t i = p.head_rows(); i > 0; --i) *row++ = end - std::int32_t(i);
     }
   }));
+  CF_TRY(make_rope_rows({prompt_positions.data, {tokens}}));
 
   const StepArrays arrays{
       .ids = {prompt_ids.data, {tokens}}, .positions = {prompt_positions.data, {tokens}}, .kv_len = prompt_kv_len};
@@ -166,8 +167,10 @@ Status Model::State::make_logits(const Pieces& pieces, bool on_device) {
   CF_TRY(to_slots.run([&](const AnyView<2>& to, const AnyView<2>& from) { return copy_rows(to, from, true); }));
   CF_TRY(to_caller.run([&](const AnyView<2>& to, const AnyView<2>& from) { return copy_rows(to, from, on_device); }));
   if (!any_own) return {};
-  for (const Piece& p : pieces)
+  for (const Piece& p : pieces) {
     if (p.own) CF_TRY(pipeline.end_prompt(p.run.sequence));
+    stepping[std::size_t(p.run.sequence)] = true;  // enqueue_ends_of_prompts() ends them all
+  }
   return enqueue_ends_of_prompts(step, prompt_lengths, prompt_kv_len, context);
 }
 

@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "core/model/passes.hpp"
+#include "core/model/streams.hpp"
 #include "core/model/taps.hpp"
 #include "cuda/serve/model_state.hpp"
 #include "cuda/step/capture.hpp"
@@ -85,6 +86,7 @@ Status Model::State::read_chunk(std::int64_t slot, std::int64_t first, std::span
     }
     staged[2 * chunk] = std::int32_t(first + tokens);
   }));
+  CF_TRY(make_rope_rows({prompt_positions.data, {tokens}}));
 
   std::vector<LayerCache> caches;
   const ModelTensors t = tensors(slot, {.q_len = tokens}, prompt_arrays(tokens), logits_to, caches);
@@ -153,6 +155,7 @@ Status Model::State::read(const StepPart& prompt, bool own, bool on_device) {
   CF_TRY(copy_async(rows_of(logits_at(LogitsBuffer::prompts), slot).data, last.data, std::size_t(last.bytes()),
                     cudaMemcpyDeviceToDevice, stream.get()));
   CF_TRY(pipeline.end_prompt(slot));
+  stepping[std::size_t(slot)] = true;
   return enqueue_end_of_prompt(step, prompt_lengths, prompt_kv_len, slot, context);
 }
 
@@ -165,6 +168,12 @@ Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, 
     return Status::error(Code::unimplemented,
                          "model: step: expected no visitor of sites on a GPU, which has them for "
                          "prompts alone; watch() takes an empty one");
+  CF_TRY(check_rewinds(s.options.stream(), s.options.capacity, s.pipeline.lengths(), runs));
+  std::vector<Token> tokens;
+  for (const StepPart& p : running)
+    tokens.push_back({.slot = p.run.sequence, .id = p.ids[0], .position = p.run.first_position});
+  // A step that runs ahead has its room.
+  if (!prompts.empty() || !s.pipeline.foresees(tokens)) CF_TRY(s.reserve(runs));
   const bool on_device = logits.stream.has_value();
   const auto put = [&]() -> Status {
     if (!s.visit && !prompts.empty() && runs.size() > 1)

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/model/score.hpp"
+#include "core/model/streams.hpp"
 #include "cuda/ops/sample/score.hpp"
 #include "cuda/serve/model_state.hpp"
 
@@ -203,6 +204,8 @@ Result<std::vector<RowScore>> Model::score(std::span<const Run> runs, std::span<
       .rows = request.rows,
       .to = {nullptr, {std::int64_t(request.next.size()), s.spec.shape.vocab_size}, s.workspace.activation()}};
   CF_TRY(check_step(*this, s.pipeline.lengths(), runs, ids, logits));
+  CF_TRY(check_rewinds(s.options.stream(), s.options.capacity, s.pipeline.lengths(), runs));
+  CF_TRY(s.reserve(runs));
   State::ScoreCall call(s, request);
   CF_TRY(call.begin());
   CF_TRY(s.score(parts_of(runs, ids, logits), call));

@@ -5,6 +5,7 @@
 //   model_passes.cpp   several prompts and running tokens together, pass by pass
 //   model_score.cpp    log-probabilities of given ids
 //   model_steps.cpp    steps of all slots
+//   model_pages.cpp    the pages of slots, where they share a pool
 //   model_choices.cpp  the next ids, and why there is none
 //   pipeline.hpp       which steps run before they are asked for, and where the logits lie
 #include <cuda_runtime_api.h>
@@ -91,7 +92,9 @@ struct Model::State final : PipelineDevice, OwnTensors {
         cache(std::move(k)),
         workspace(std::move(a)),
         executor(context, i),
-        pipeline(*this, o.slots, m, o.capacity) {}
+        pipeline(*this, o.slots, o.capacity, cache.limit()),
+        pages(o.slots, o.capacity, o.pool()),
+        stepping(std::size_t(o.slots), false) {}
   State(const State&) = delete;
   State& operator=(const State&) = delete;
   ~State() override {
@@ -205,7 +208,21 @@ struct Model::State final : PipelineDevice, OwnTensors {
   /// Copies the logits of slots to rows, one each.
   Status copy_logits(std::span<const std::int64_t> slots, std::span<const AnyView<2>> rows, bool on_device);
 
+  /// Of streams: puts the rows of RoPE's table for a pass of these positions onto the stream.
+  Status make_rope_rows(View<const std::int32_t, 1> positions);
+  /// The entries from which on a step leaves a slot idle that ran before.
+  std::int32_t most_followed() const { return std::int32_t(options.stream() ? kMostStreamTokens : options.capacity); }
+
+  /// Makes room in the pages for what these runs write, which was not foreseen. Code::out_of_memory, and no change,
+  /// where too few are free.
+  Status reserve(std::span<const Run> runs);
+  /// Brings the device's pages up to date.
+  Status update_pages(std::span<const PagePool::Copy> copies);
+  /// Forgets the entries that a step was given room for which ran ahead and is not asked for.
+  void drop_pages_ahead(SlotPages& of) const;
+
   // What the pipeline asks for.
+  Result<bool> make_room(std::span<const Token> next) override;
   Status place(std::span<const Token> tokens) override;
   Status run(Start start, LogitsBuffer to) override;
   Status keep(std::int64_t slot, LogitsBuffer from, std::int64_t length) override;
@@ -258,6 +275,8 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Visit visit;
   Check go_on;
   Pipeline pipeline;
+  SlotPages pages;
+  std::vector<bool> stepping;  // by slot: whether a step that follows the last one has a token of it
 
   // On the device.
   DeviceMemory memory, forward_memory, score_memory;  // `memory` is that of OwnTensors

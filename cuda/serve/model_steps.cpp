@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "core/cache_view.hpp"
+#include "core/call_groups.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/serve/model_state.hpp"
 #include "cuda/step/capture.hpp"
@@ -13,14 +14,15 @@ namespace {
 
 /// A layer's step of one token of each sequence, for the first `batch` sequences.
 LayerTensors first_sequences(const ModelShape& shape, LayerTensors t, std::int64_t batch) {
+  if (t.page_table) t.page_table = part_of(t.page_table, 0, batch);
   for_each_activation(
-      shape, {.batch = batch},
+      shape, {.batch = batch, .sinks = bool(t.sink_positions)},
       [&]<class V>(const TensorSpec& spec, V& view, const auto& size) {
         if (spec.role == Role::input || spec.role == Role::position || spec.role == Role::length ||
             spec.role == Role::output)
           view.shape = size;
         if constexpr (std::is_same_v<V, AnyView<4>>)
-          if (spec.role == Role::state) view = cache_of(view, 0, batch);
+          if (spec.role == Role::state && !t.page_table) view = cache_of(view, 0, batch);
       },
       t);
   return t;
@@ -68,9 +70,9 @@ Status Model::State::prepare_steps() {
 }
 
 std::int64_t Model::State::step_slots(std::int64_t slots) const {
-  // A model of many slots whose last ones are idle has graphs for some smaller numbers of them. From the least of these
-  // on, products are those of many tokens.
-  constexpr std::int64_t least = 128;
+  // A model of many slots whose last ones are idle has graphs for some smaller numbers of them, whose products are all of
+  // the class of many tokens.
+  constexpr std::int64_t least = 256;
   if (impl != Impl::graph) return options.slots;
   std::int64_t some = least;
   while (some < slots) some *= 2;
@@ -90,10 +92,19 @@ Result<cudaGraphExec_t> Model::State::step_graph(Start start, LogitsBuffer to, s
 
 Status Model::State::begin_step(LogitsBuffer to, Start start, const Submission& how) {
   if (start == Start::chooses) CF_TRY(sample[std::size_t(other_buffer(to))].submit(stream.get(), how));
-  if (start == Start::placed) return {};
-  LaunchList follow(context);
-  CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), follow));
-  return follow.submit(stream.get(), how);
+  if (start != Start::placed) {
+    LaunchList follow(context);
+    CF_TRY(add_follow(step, chosen, most_followed(), follow));
+    CF_TRY(follow.submit(stream.get(), how));
+  }
+  return make_rope_rows(step.positions);
+}
+
+Status Model::State::make_rope_rows(View<const std::int32_t, 1> positions) {
+  if (!options.stream()) return {};
+  LaunchList launches(context);
+  CF_TRY(workspace.add_rope_rows(positions, launches));
+  return launches.submit(stream.get(), {.early = context.overlap()});
 }
 
 template <class Add>
@@ -133,9 +144,17 @@ Result<GraphExec> Model::State::dataflow_step(LogitsBuffer to, Start start, std:
     }
     if (start != Start::placed) {
       LaunchList launches(context);
-      CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), launches));
+      CF_TRY(add_follow(step, chosen, most_followed(), launches));
       const void *const reads[] = {chosen.data}, *const writes[] = {step.ids.data, step.positions.data,
                                                                     step.kv_len.data};
+      CF_TRY(graph.add(reads, writes, launches, true));
+    }
+    if (options.stream()) {
+      LaunchList launches(context);
+      CF_TRY(workspace.add_rope_rows(step.positions, launches));
+      // RoPE names the rows of its table by positions, which stand for them here.
+      const void *const reads[] = {step.positions.data}, *const writes[] = {
+                                                             workspace.tensors(cache, 0, 0, 1).positions.data};
       CF_TRY(graph.add(reads, writes, launches, true));
     }
     return for_each_outer_site(to, slots, [&](const Site& site, const auto& args) -> Status {
@@ -164,6 +183,8 @@ Result<GraphExec> Model::State::whole_step(LogitsBuffer to, Start start) {
 }
 
 Status Model::State::place(std::span<const Token> tokens) {
+  stepping.assign(stepping.size(), false);
+  for (const Token& t : tokens) stepping[std::size_t(t.slot)] = true;
   SlotTokens placed(options.slots);
   std::int64_t slots = 0;
   for (const Token& t : tokens) {

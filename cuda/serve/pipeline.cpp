@@ -55,8 +55,8 @@ std::string_view to_string(PipelineEvent e) {
   return names[std::size_t(e)];
 }
 
-Pipeline::Pipeline(PipelineDevice& device, std::int64_t slots, const ModelSpec& model, std::int64_t capacity)
-    : device_(device), lengths_(slots, model, capacity), leases_(slots), slots_(std::size_t(slots)) {}
+Pipeline::Pipeline(PipelineDevice& device, std::int64_t slots, std::int64_t capacity, const EntryLimit& limit)
+    : device_(device), lengths_(slots, capacity, limit), leases_(slots), slots_(std::size_t(slots)) {}
 
 Status Pipeline::check(PipelineEvent event, Phase next) const {
   const Phases& allowed = kTransitions[std::size_t(event)][std::size_t(phase())];
@@ -142,6 +142,15 @@ void Pipeline::release(std::int64_t slot) {
   lengths_.set(slot, 0);
   // The step that is ahead has a token of this slot, so that the next step cannot be that one.
   if (const std::vector<Token>* const next = foreseen(); next && has_slot(*next, slot)) give_up();
+}
+
+void Pipeline::adopt(std::int64_t slot, std::int64_t n) {
+  lengths_.set(slot, n);
+  leases_.lease(slot, LogitsBuffer::prompts);
+}
+
+void Pipeline::cut(std::int64_t slot, std::int64_t n) {
+  if (lengths_[slot] > n) lengths_.set(slot, n);
 }
 
 Status Pipeline::begin_prompt(std::int64_t slot, std::int64_t first, std::int64_t tokens) {
@@ -304,7 +313,10 @@ Status Pipeline::choose_now(std::span<const Draw> draws) {
   for (std::size_t b = 0; b < by_buffer.size(); ++b)
     if (!by_buffer[b].empty()) CF_TRY(device_.prepare_choice(LogitsBuffer(b), by_buffer[b]));
   const bool launches = launch_chooses(draws);
-  const bool steps = !launches && phase() == Phase::placed && knows_next(draws);
+  bool steps = !launches && phase() == Phase::placed && knows_next(draws);
+  if (steps) {
+    CF_TRY_ASSIGN(steps, device_.make_room(tokens_after(draws)));
+  }
   if (steps && by_buffer[std::size_t(leases_.last_step())].size() == draws.size()) {
     // The next step needs nothing from the host: it runs while the host reads the ids.
     CF_TRY(run_next(draws, Start::chooses));

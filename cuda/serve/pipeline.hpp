@@ -41,6 +41,9 @@ class PipelineDevice {
   virtual ~PipelineDevice() = default;
   /// Makes these the tokens of the next step, and those of no other slot.
   virtual Status place(std::span<const Token> tokens) = 0;
+  /// Makes room for a step of these tokens, which is not asked for yet. False where it must wait until it is: another
+  /// slot needs that room, or would have a token in the step, too.
+  virtual Result<bool> make_room(std::span<const Token>) { return true; }
   /// Runs a step, whose logits go to `to`.
   virtual Status run(Start start, LogitsBuffer to) = 0;
   /// Copies a slot's logits to the buffer of prompts. `length` is the number of the slot's entries.
@@ -162,7 +165,10 @@ class Pipeline {
   using Draw = ModelRunner::Draw;
 
   /// `device` must outlive the pipeline.
-  Pipeline(PipelineDevice& device, std::int64_t slots, const ModelSpec& model, std::int64_t capacity);
+  Pipeline(PipelineDevice& device, std::int64_t slots, const ModelSpec& model, std::int64_t capacity)
+      : Pipeline(device, slots, capacity, entry_limit(model, capacity)) {}
+  /// The same, where a slot's limit is another.
+  Pipeline(PipelineDevice& device, std::int64_t slots, std::int64_t capacity, const EntryLimit& limit);
   /// Of a device that is known later than the pipeline.
   void set_launches(const LaunchLimits& limits) { limits_ = limits; }
 
@@ -193,6 +199,10 @@ class Pipeline {
   Status restore(std::int64_t slot);
   /// Forgets a slot's entries.
   void release(std::int64_t slot);
+  /// Gives a slot without entries n that it shares with another one. It has no logits until its next token.
+  void adopt(std::int64_t slot, std::int64_t n);
+  /// Forgets a slot's entries from n on, where it has more.
+  void cut(std::int64_t slot, std::int64_t n);
   /// Gives up what runs ahead: it has not waited for what comes next, or uses memory that is needed.
   void give_up();
 

@@ -49,10 +49,10 @@ inline std::vector<TokenRange> ranges_to(const std::set<std::int64_t>& lasts) {
 /// model's activations have 16 bits or 32; `bits` are those of its packed weights, none where all weights are dense.
 inline std::vector<TokenRange> step_classes(const Arch& arch, std::span<const int> bits = {}) {
   const Tuning& t = *arch.tuning;
+  if (t.is_invariant()) return ranges_to({});
   std::set<std::int64_t> lasts{t.gemv_tokens};
   for (const StepClass& c : t.step_classes) lasts.insert(c.last);
   if (arch.has_wgmma()) lasts.insert(t.wgmma_tokens);
-  if (t.is_invariant()) return ranges_to({});
   if (!bits.empty()) lasts.insert({1, t.packed_tokens});  // one token has a kernel of its own
   if (arch.has_wgmma() && std::ranges::find(bits, 4) != bits.end())
     lasts.insert({t.packed_wgmma_first - 1, t.packed_wgmma_tokens});

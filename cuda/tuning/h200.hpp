@@ -7,12 +7,11 @@ namespace cf::cuda {
 inline constexpr Tuning kH200Tuning{
     .measured_on = "NVIDIA H200",
 
-    // Few tokens have kernels of their own: gemv and wgmma take the first two classes with dense weights. An algorithm
-    // that cuBLASLt chooses for 2048 tokens leaves many SMs without a tile of 129 to 512.
-    .step_classes = {{{.first = 1, .last = 8, .planned_as = 8},
+    // gemv and wgmma take the first two classes with dense weights. In the third cuBLASLt's algorithms have one order of
+    // sums: on an H100 all that it chooses for 1 to 2048 tokens without split-k have the bits of the one for 2048.
+    .step_classes = {{{.first = 1, .last = 8, .planned_as = 1},
                       {.first = 9, .last = 128, .planned_as = 128},
-                      {.first = 129, .last = 512, .planned_as = 512},
-                      {.first = 513, .last = kAnyTokens, .planned_as = 2048}}},
+                      {.first = 129, .last = kAnyTokens, .planned_as = 2048}}},
 
     // Record: commits 3c98421, 5d78502. A prompt of 16 ids takes Pythia-2.8B 2.9 ms by gemv, 2.4 ms by cuBLASLt and
     // 2.0 ms by wgmma.

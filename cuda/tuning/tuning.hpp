@@ -33,7 +33,7 @@ struct Tuning {
   std::string_view measured_on;  // the GPU that the numbers were measured on
 
   // The classes of step sizes, in their order. The last one has no bound.
-  std::array<StepClass, 4> step_classes;
+  std::array<StepClass, 3> step_classes;
 
   constexpr const StepClass& class_of(std::int64_t tokens) const {
     std::size_t i = 0;

@@ -18,7 +18,7 @@ from typing import Any
 
 from cf_ops import _core
 from cf_ops.cli import _program as program
-from cf_ops.model import Model
+from cf_ops.model import PAGE_ENTRIES, Model
 from cf_ops.serve import _processes as processes
 from cf_ops.serve._batcher import Batcher, Fault, Full, Job, Piece
 from cf_ops.serve._request import Refused, read_request
@@ -125,6 +125,7 @@ def _engine_class() -> Any:
         def __init__(self, model: Model, name: str, capacity: int, args: argparse.Namespace) -> None:
             self._model, self._name, self._capacity = model, name, capacity
             self._slots, self._queue, self._drain = args.slots, args.queue, args.drain
+            self._entries = args.pages * (args.page_entries or PAGE_ENTRIES) if args.pages else args.slots * capacity
             self._metrics = Metrics(args.slots)
             self._batcher: Batcher | None = None
             self._jobs: dict[str, list[Job]] = {}  # by Dynamo's id of a request
@@ -139,7 +140,7 @@ def _engine_class() -> Any:
             registration = LlmRegistration(
                 context_length=self._capacity,
                 kv_cache_block_size=_BLOCK,
-                total_kv_blocks=self._slots * self._capacity // _BLOCK,
+                total_kv_blocks=self._entries // _BLOCK,
                 max_num_seqs=self._slots,
                 max_num_batched_tokens=self._capacity,
             )

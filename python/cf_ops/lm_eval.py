@@ -31,7 +31,7 @@ __all__ = ["main", "register", "register_native"]
 
 _LOGGER = logging.getLogger("cf_ops")
 _AT_ONCE = 64  # requests between two updates of the progress and of lm_eval's cache
-_SLOTS = 16  # answers at once with batch_size=auto
+_SLOTS = 16  # texts at once with batch_size=auto
 _MOST = 2**31 - 1
 _GPU_LENGTH = 2048  # ids of a context on a GPU where max_length is left out
 
@@ -80,11 +80,11 @@ def register_native() -> Any:
         """`cf_ops.Model` for lm-evaluation-harness.
 
         pretrained: what `cf_ops.load` takes. device: a GPU's name; the CPU where it is None or there is no GPU.
-        batch_size: answers at once, "auto" for 16; scores do not depend on it. max_length: ids that the model reads of
-        a request at most; where it is None the model's positions, on a GPU no more than 2048. add_bos_token: whether
-        the tokenizer adds its special tokens; where it is None as its tokenizer.json says. prefix_token_id: the id
-        before a text that has none before it; where it is None the tokenizer's bos, or else its eos. Further arguments
-        are those of `cf_ops.load`.
+        batch_size: texts at once, "auto" for 16; scores do not depend on it, on a GPU but for rounding. max_length: ids
+        that the model reads of a request at most; where it is None the model's positions, on a GPU no more than 2048.
+        add_bos_token: whether the tokenizer adds its special tokens; where it is None as its tokenizer.json says.
+        prefix_token_id: the id before a text that has none before it; where it is None the tokenizer's bos, or else its
+        eos. Further arguments are those of `cf_ops.load`.
         """
 
         backend = "causal"

@@ -55,6 +55,7 @@ MOST_SLOTS = 1024
 USUAL_SLOTS = 64  # sequences that run at once on the CPU, where nothing else is said
 MOST_SAMPLES = 1024
 MOST_COUNT = 2**62
+PAGE_ENTRIES = 64  # of a page, where nothing else is said
 CAPACITY = 2048  # of a slot on a GPU, where nothing else is said
 _CHUNK = 512  # tokens of a prompt that go through the model at once
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -423,8 +424,8 @@ class Model:
         top: how many of the most likely ids are named beside each scored one. slots: prompts that a step reads side by
         side; where it is None 1 on the CPU, and as many as are free on a GPU. Prompts that begin with the same ids have
         whole pieces of them read once: of 128 ids on the CPU, of 512 on a GPU. What a prompt is given does not depend
-        on the other prompts. A prompt that fails says so in its result; the others go on. On a terminal stderr shows
-        how far the work has come.
+        on the other prompts; on a GPU with more than one slot to rounding, or with `invariant` to the last bit. A
+        prompt that fails says so in its result; the others go on. On a terminal stderr shows how far the work has come.
 
         Raises ValueError for a prompt of fewer than two ids, with ids outside the vocabulary or longer than the model
         or its capacity takes, for a `first` outside 1 to the prompt's last position, and for more slots than are free;
@@ -504,7 +505,7 @@ def load(
     window: int = 0,
     sinks: int = 0,
     pages: int = 0,
-    page_entries: int = 64,
+    page_entries: int = PAGE_ENTRIES,
     share_prefixes: bool = False,
     step_tokens: int | None = None,
     invariant: bool = False,
@@ -523,8 +524,9 @@ def load(
     layers: how many of the first layers the model has, all where it is None. The last norm and the head follow them, so
     that its logits are the logit lens of that layer.
 
-    Where the config of Mistral, Qwen2 or Qwen3 has a sliding_window, a token sees so many keys. On a GPU a sequence may
-    have so many positions. :attr:`Model.notes` says what of the config does not count and which weights were cast.
+    Where the config of Mistral, Qwen2 or Qwen3 has a sliding_window, a token sees so many keys. On a GPU the
+    impls "layer", "split" and "persistent" end a sequence there. :attr:`Model.notes` says what of the config does not
+    count and which weights were cast.
 
     device: "cpu", or "cuda" or "cuda:1" for a GPU. A GPU gets a copy of the weights and a cache of `slots` (1) sequences
     of `capacity` (2048) entries, and computes in the weights' own dtype. impl: how its steps are launched, "auto" for
@@ -544,8 +546,9 @@ def load(
     and are read once that far.
 
     step_tokens: the most tokens of a step: those of all running sequences, and beside them pieces of prompts, so that a
-    long prompt does not stop the others. 0 reads each prompt whole, in a step of its own. None is what the model prefers:
-    whole prompts, or with `invariant` as many tokens as go through it at once.
+    long prompt does not stop the others. 0 reads prompts whole, in steps of their own. None is what the model prefers: on
+    a GPU with several slots a few hundred beside running sequences, and else whole prompts; on the CPU whole prompts, or
+    with `invariant` as many tokens as go through it at once.
 
     invariant: whether a sequence's bits are the same whatever else is in its steps and however its prompt is divided. On
     the CPU for float32.

@@ -34,7 +34,7 @@ import hf_model
 import model_config
 import plot_bench
 import procedural
-from peers import layer_bench, model_bench, model_peers, programs, stacks, table, timing
+from peers import flashinfer_attention, layer_bench, model_bench, model_peers, programs, stacks, table, timing
 
 
 def configuration(kv_len, median_us, impl="graph", sites=()):
@@ -427,12 +427,83 @@ class Models(Files):
             for load in (model_peers.Load(1, 14, 3), model_peers.Load(2, 17, 6), model_peers.Load(1, 16, 1)):
                 prompts = load.prompts(model.vocab_size)
                 expected = hf_model.generate(hf, prompts[0], load.new_tokens)[0].tolist()[load.prompt_len :]
-                for peer in model_peers.PEERS:
+                for peer in (name for name in model_peers.PEERS if name != "hf_continuous"):  # whose pool is all memory
                     # The compiler is torch's own: here the function that it would compile runs.
                     with mock.patch("torch.compile", lambda function, **_: function):
                         found, ids = model_peers.timed(peer, hf, load, self.captured, 2, 1)
                     self.assertEqual(ids, expected, (name, peer, load))
                     self.assertGreater(found["total_ms"], 0)
+
+    @unittest.skipUnless(HAS_TORCH, "needs torch and transformers")
+    def test_answers_of_continuous_batching_are_a_stream_by_their_own_times(self):
+        asked = []
+
+        class Model:
+            config = types.SimpleNamespace(vocab_size=97, _attn_implementation="sdpa")
+            device = types.SimpleNamespace(type="cpu")
+            attention, error = [], None
+
+            def set_attn_implementation(self, name):
+                self.attention.append(name)
+
+            def generate_batch(self, prompts, generation_config, record_timestamps):
+                asked.append((prompts, generation_config.max_new_tokens, generation_config.do_sample))
+                made = {"generated_tokens": [5, 6, 7], "created_time": 2.0, "error": self.error}
+                first = types.SimpleNamespace(**made, timestamps=[2.5, 3.0, 3.25])
+                made |= {"generated_tokens": [8, 9, 3], "created_time": 2.125}
+                return {"a": first, "b": types.SimpleNamespace(**made, timestamps=[2.75, 2.875, 3.5])}
+
+        model, load = Model(), model_peers.Load(2, 4, 3)
+        found, ids = model_peers.timed("hf_continuous", model, load, None, 1, 0)
+        self.assertEqual(ids, [5, 6, 7])
+        self.assertEqual((found["ttft_ms"], found["total_ms"], found["tpot_ms"]), (750.0, 1500.0, 375.0))
+        self.assertEqual(asked, [(load.prompts(97), 3, False)])
+        self.assertEqual(model.attention, ["sdpa"])
+        for sizes, message in (((3, 4, 3), "expected 3 answers, got 2"), ((2, 4, 4), "expected 4 new tokens, got 3")):
+            with self.assertRaisesRegex(RuntimeError, message):
+                model_peers.timed("hf_continuous", model, model_peers.Load(*sizes), None, 1, 0)
+        model.error = "out of pages"
+        with self.assertRaisesRegex(RuntimeError, "out of pages"):
+            model_peers.timed("hf_continuous", model, load, None, 1, 0)
+
+    @unittest.skipUnless(HAS_TORCH, "needs torch and transformers")
+    def test_flashinfer_s_attention_over_pages_is_compared_with_sdpa(self):
+        import torch
+
+        class Wrapper:
+            """What FlashInfer computes, by its plan."""
+
+            scale = 1.0
+
+            def __init__(self, workspace, layout):
+                assert layout == "NHD" and workspace.dtype == torch.uint8
+
+            def plan(self, begins, order, in_last, heads, kv_heads, head_dim, page, q_data_type, kv_data_type):
+                assert (heads, kv_heads, head_dim) == (4, 4, 32) and begins.dtype == order.dtype == torch.int32
+                self.begins, self.order, self.in_last, self.page = begins.tolist(), order.tolist(), in_last, page
+
+            def run(self, q, cache):
+                made = []
+                for i, (begin, end) in enumerate(zip(self.begins, self.begins[1:])):
+                    entries = (end - begin - 1) * self.page + int(self.in_last[i])
+                    k, v = torch.cat([cache[page] for page in self.order[begin:end]], 1)[:, :entries].float()
+                    weights = torch.einsum("hd,nhd->hn", q[i].float(), k).mul(self.scale * 32**-0.5).softmax(-1)
+                    made.append(torch.einsum("hn,nhd->hd", weights, v))
+                return torch.stack(made).half()
+
+        found = types.SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper)
+        model = types.SimpleNamespace(num_attention_heads=4, head_dim=32, hidden_size=128)
+        self.assertEqual(flashinfer_attention.pages(3, 65), ([0, 2, 4, 6], 1))
+        self.assertEqual(flashinfer_attention.pages(2, 64), ([0, 1, 2], 64))
+        sizes = mock.patch.multiple(flashinfer_attention, sets_beyond_l2=lambda _: 2, WORKSPACE_BYTES=16)
+        with mock.patch.dict(sys.modules, flashinfer=found), sizes:
+            run, count = flashinfer_attention.flashinfer_decode(model, 3, 130, "cpu")
+            self.assertEqual((count, [tuple(out.shape) for out in run()]), (2, [(3, 4, 32)] * 2))
+            with mock.patch.object(Wrapper, "scale", 2.0):
+                with self.assertRaisesRegex(RuntimeError, "expected sdpa's result, got a relative error of"):
+                    flashinfer_attention.flashinfer_decode(model, 3, 130, "cpu")
+        with mock.patch.dict(sys.modules, flashinfer=None), self.assertRaises(ImportError):
+            flashinfer_attention.flashinfer_decode(model, 3, 130, "cpu")
 
     @unittest.skipUnless(HAS_TORCH, "needs torch and transformers")
     def test_torch_s_operators_make_what_hugging_face_s_modules_make(self):

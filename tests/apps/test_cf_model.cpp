@@ -205,6 +205,13 @@ TEST_CASE("cf-model eval scores every id once, whatever the windows and the way 
   CHECK(std::log(double(whole["perplexity"]["mean"])) == Approx(double(whole["nll"]["mean"])));
   const Json prompt = figures("--feed prompt --chunk 32");
   CHECK(double(prompt["nll"]["mean"]) == Approx(double(whole["nll"]["mean"])).epsilon(1e-6));
+  for (const char* windows : {"--context 50 --stride 10", "--context 50", "--context 149"}) {
+    CAPTURE(windows);
+    const Json one = figures(windows), many = figures(std::string("--feed prompt --slots 3 ") + windows);
+    CHECK(many["positions"] == one["positions"]);
+    CHECK(double(many["nll"]["mean"]) == Approx(double(one["nll"]["mean"])).epsilon(1e-6));
+    CHECK(double(many["nll"]["error"]) == Approx(double(one["nll"]["error"])).epsilon(1e-6));
+  }
   // Overlapping windows score every id but the first; separate ones leave out the first of each.
   CHECK(figures("--context 50 --stride 10")["positions"] == 149);
   CHECK(figures("--context 50")["positions"] == 147);
@@ -419,6 +426,10 @@ TEST_CASE("cf-model refuses bad input in one line", "[cf_model]") {
   check_refusal("eval " + model_dir + "--tokens '" + (dir / "big.npy") + "'", "id 1: expected 0 to 127, got 128");
   check_refusal("eval " + model_dir + "--tokens '" + (dir / "big.npy") + "' --context 8 --stride 9",
                 "--stride: expected");
+  check_refusal("eval " + model_dir + "--tokens '" + (dir / "big.npy") + "' --slots 2",
+                "--slots: expected with --feed prompt");
+  check_refusal("eval " + model_dir + "--tokens '" + (dir / "big.npy") + "' --feed prompt --slots 2 --oracle",
+                "--slots: expected without --oracle");
   check_refusal("bench --preset pythia-14m --slots 0", "--slots");
   check_refusal("bench --preset pythia-14m --prompt-len 4,9 --score 1-5",
                 "--score: expected at most the 4 ids of the shortest prompt, got '5'");

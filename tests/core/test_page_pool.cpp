@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/model/slot_pages.hpp"
 #include "core/page_pool.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
@@ -254,6 +255,54 @@ TEST_CASE("Random operations: every sequence reads what it wrote, and no page is
   CHECK(fault_of_random_operations(Mutation::none, counts) == "");
   CHECK(counts.refusals > 100);
   CHECK(counts.forks > 100);
+}
+
+TEST_CASE("The pages of slots: a table for ops, and the cells of it that change", "[pages]") {
+  using Cells = std::vector<SlotPages::Cell>;
+  SlotPages none(3, 100, {});
+  CHECK_FALSE(none);
+  CHECK_FALSE(none.table());
+  const Run first{.sequence = 1, .count = 5};
+  CHECK(none.reserve(std::span(&first, 1))->empty());
+  CHECK(none.take_changes().empty());
+
+  SlotPages pages(3, 10, {.pages = 5, .page_entries = 4});
+  CHECK(pages.slot_pages() == 3);
+  CHECK(pages.table().shape == std::array<std::int64_t, 2>{3, 3});
+  CHECK(pages.take_changes().empty());
+  REQUIRE(pages.reserve(std::span(&first, 1)));
+  CHECK(pages.take_changes() == Cells{{3, 0}, {4, 1}});
+  CHECK(pages.take_changes().empty());
+  REQUIRE(pages.fork(1, 2, 5));
+  CHECK(pages.take_changes() == Cells{{6, 0}, {7, 1}});
+  // Slot 2 gets a copy of the page that it writes to.
+  const Run second{.sequence = 2, .first_position = 5};
+  const auto copies = pages.reserve(std::span(&second, 1));
+  REQUIRE(copies);
+  CHECK(*copies == std::vector<PagePool::Copy>{{.from = 1, .to = 2, .entries = 1}});
+  CHECK(pages.take_changes() == Cells{{7, 2}});
+  const Run third{.sequence = 0, .count = 9};
+  CHECK(pages.check(std::span(&third, 1)).code() == Code::out_of_memory);
+  CHECK(pages.reserve(std::span(&third, 1)).status().code() == Code::out_of_memory);
+  CHECK(pages.take_changes().empty());
+  pages.truncate(2, 7);  // it has no more
+  pages.truncate(2, 4);
+  CHECK(pages.take_changes() == Cells{{7, -1}});
+  pages.release(1);
+  pages.release(2);
+  CHECK(pages.free_pages() == 5);
+  CHECK(pages.take_changes() == Cells{{3, -1}, {4, -1}, {6, -1}});
+
+  CHECK(SlotPages::check({}, 1 << 20, {}));
+  CHECK(SlotPages::check({.pages = 5, .page_entries = 4}, 20, {}));
+  const auto refused = [](const PageSizes& pool, std::int64_t capacity, const KeyWindow& stream,
+                          std::string_view text) {
+    return refusal_fault(SlotPages::check(pool, capacity, stream), Code::invalid_argument, {text});
+  };
+  CHECK(refused({.pages = 5, .page_entries = 4}, 21, {}, "capacity: expected at most 20 entries") == "");
+  CHECK(refused({.pages = -1, .page_entries = 4}, 1, {}, "pages must be 1 to 2147483647, got -1") == "");
+  CHECK(refused({.pages = 5, .page_entries = 0}, 1, {}, "page_entries must be 1 to 2147483647, got 0") == "");
+  CHECK(refused({.pages = 5, .page_entries = 4}, 1, {.keys = 8}, "pages: expected none for streams, got 5") == "");
 }
 
 TEST_CASE("A backend that copies nothing, writes by an old table or by a neighbour's length is found out", "[pages]") {

@@ -2,13 +2,8 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <functional>
-#include <map>
 #include <memory>
-#include <optional>
-#include <random>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "core/model/config.hpp"
@@ -17,6 +12,7 @@
 #include "cpu_ref/model.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
+#include "tests/support/schedules.hpp"
 #include "tests/support/taken.hpp"
 
 namespace {
@@ -48,16 +44,16 @@ struct Tiny {
   std::unique_ptr<Model> model(const Model::Options& options) const {
     return taken(Model::create(spec, weights->weights, weights, options));
   }
+  /// A decoder of one slot, for sequences by themselves.
+  Decoder alone() const {
+    return Decoder(model({.capacity = kScheduleCapacity, .invariant = true}), {.step_tokens = 0});
+  }
 };
 
 Ids ids_of(std::int64_t count, std::uint64_t seed) {
   Ids ids;
   for (std::int64_t i = 0; i < count; ++i) ids.push_back(std::int32_t((seed * 31 + std::uint64_t(i) * i * 7 + 3) % 37));
   return ids;
-}
-
-SequenceOptions sampled(std::uint64_t id, std::int64_t tokens) {
-  return {.sampling = {.temperature = 1.2, .seed = 5}, .id = id, .max_new_tokens = tokens};
 }
 
 }  // namespace
@@ -260,184 +256,22 @@ TEST_CASE("With invariant a token's bits do not depend on its step", "[schedules
             Code::invalid_argument, {"model: invariant: expected activations of float32, got float64"}) == "");
 }
 
-namespace {
-
-/// What a user does with a decoder. Numbers are taken modulo what there is, so that any part of a list is a list too.
-struct Operation {
-  enum Kind { add, fork, decode, prefill, drop } kind;
-  std::uint32_t a = 0, b = 0;
-};
-std::string to_string(const Operation& o) {
-  static constexpr const char* names[] = {"add", "fork", "decode", "prefill", "drop"};
-  return std::string(names[o.kind]) + "(" + std::to_string(o.a) + ", " + std::to_string(o.b) + ")";
-}
-
-/// A decoder of one schedule.
-struct Schedule {
-  Model::Options model{};
-  DecoderOptions decoder{};
-  std::vector<Operation> operations{};
-};
-
-Schedule random_schedule(std::mt19937& random) {
-  const auto below = [&](std::uint32_t n) { return std::uint32_t(random() % n); };
-  Schedule s;
-  s.model = {.slots = 1 + below(5), .capacity = 32, .chunk = 1 + below(20), .invariant = true};
-  if (below(4)) {
-    s.model.page_entries = 1 + below(8);
-    // From what one sequence needs to what all need.
-    const std::int64_t one = (32 + s.model.page_entries - 1) / s.model.page_entries;
-    s.model.pages = one + below(std::uint32_t(one * 2));
-  }
-  if (below(3)) s.decoder.step_tokens = below(3) ? 1 + below(24) : 0;
-  s.decoder.share_prefixes = below(2);
-  for (std::uint32_t n = 3 + below(16); n > 0; --n) {
-    const std::uint32_t kind = below(10);
-    s.operations.push_back({kind < 4   ? Operation::add
-                            : kind < 6 ? Operation::fork
-                            : kind < 8 ? Operation::decode
-                            : kind < 9 ? Operation::prefill
-                                       : Operation::drop,
-                            std::uint32_t(random()), std::uint32_t(random())});
-  }
-  return s;
-}
-
-/// What each sequence should be given: its ids, alone in a model of one slot. By prompt and id.
-class Alone {
- public:
-  explicit Alone(const Tiny& tiny) : decoder_(tiny.model({.capacity = 32, .invariant = true}), {.step_tokens = 0}) {}
-  const Ids& operator()(const Ids& prompt, const SequenceOptions& o) {
-    const auto [found, is_new] = known_.try_emplace({prompt, o.id, o.max_new_tokens});
-    if (is_new) {
-      const auto s = taken(decoder_.add(prompt, o));
-      while (decoder_.active()) taken(decoder_.decode());
-      found->second = taken(decoder_.ids(s));
-      REQUIRE(decoder_.drop(s));
-    }
-    return found->second;
-  }
-
- private:
-  Decoder decoder_;
-  std::map<std::tuple<Ids, std::uint64_t, std::int64_t>, Ids> known_;
-};
-
-struct Counts {
-  int forks = 0, given_up = 0, resumed = 0;
-};
-
-/// "" if every sequence of a schedule got the ids that it has alone; otherwise the first that did not.
-std::string fault(const Tiny& tiny, const Schedule& schedule, Alone& alone, Counts& counts) {
-  Decoder d(tiny.model(schedule.model), schedule.decoder);
-  struct Sequence {
-    Ids prompt;
-    SequenceOptions options;
-  };
-  std::map<Decoder::Sequence, Sequence> living;
-  const auto any = [&](std::uint32_t n) { return std::next(living.begin(), n % std::uint32_t(living.size())); };
-  std::map<Decoder::Sequence, Ids> emitted;
-  const auto take = [&](const Result<Emitted>& ids) -> std::string {
-    if (!ids) return ids.status().message();
-    for (const auto& e : *ids) emitted[e.sequence].push_back(e.id);
-    for (const auto& [s, l] : living) {
-      if (d.status(s) || taken(d.finish(s)) != Finish::running) continue;
-      if (d.status(s).code() != Code::out_of_memory) return d.status(s).message();
-      ++counts.given_up;
-      counts.resumed += !taken(d.ids(s)).empty();
-    }
-    return "";
-  };
-  const auto check = [&](Decoder::Sequence s) -> std::string {
-    const Ids& expected = alone(living.at(s).prompt, living.at(s).options);
-    const Ids ids = taken(d.ids(s));
-    const bool ended = taken(d.finish(s)) != Finish::running;
-    if (ids != emitted[s]) return "sequence " + std::to_string(s) + " was not told all its ids";
-    if (ids.size() > expected.size() || !std::equal(ids.begin(), ids.end(), expected.begin()) ||
-        (ended && ids.size() != expected.size()))
-      return "sequence " + std::to_string(s) + " has other ids than alone";
-    return "";
-  };
-  for (const Operation& o : schedule.operations) {
-    std::string wrong;
-    const SequenceOptions options = sampled(o.b % 3, 1 + o.b / 3 % 9);
-    switch (o.kind) {
-      case Operation::add: {
-        // Few prompts, some of which begin alike.
-        const Ids prompt = ids_of(1 + o.a % 23, o.a / 23 % 3);
-        living[taken(d.add(prompt, options))] = {prompt, options};
-        break;
-      }
-      case Operation::fork: {
-        if (living.empty()) break;
-        const auto of = any(o.a);
-        Ids tokens = of->second.prompt;
-        const Ids ids = taken(d.ids(of->first));
-        tokens.insert(tokens.end(), ids.begin(), ids.end());
-        std::optional<std::int64_t> n;
-        if (o.a / 64 % 2) n = 1 + std::int64_t(o.a / 128 % std::min<std::size_t>(tokens.size(), 23));
-        tokens.resize(std::size_t(n.value_or(std::int64_t(of->second.prompt.size()))));
-        living[taken(d.fork(of->first, options, n))] = {tokens, options};
-        ++counts.forks;
-        break;
-      }
-      case Operation::decode: wrong = take(d.decode(1 + o.a % 6)); break;
-      case Operation::prefill: wrong = take(d.prefill()); break;
-      case Operation::drop: {
-        if (living.empty()) break;
-        const auto of = any(o.a);
-        wrong = check(of->first);
-        if (!d.drop(of->first)) return "drop() refuses a sequence";
-        living.erase(of);
-      }
-    }
-    if (!wrong.empty()) return wrong;
-  }
-  for (int turns = 0; d.active(); ++turns) {
-    if (turns == 2000) return "no sequence goes on";
-    if (const std::string wrong = take(d.decode()); !wrong.empty()) return wrong;
-  }
-  for (const auto& [s, l] : living) {
-    if (taken(d.finish(s)) != Finish::length) return "sequence " + std::to_string(s) + " did not reach its length";
-    if (const std::string wrong = check(s); !wrong.empty()) return wrong;
-  }
-  return "";
-}
-
-/// The schedule without what its fault does not need.
-Schedule shrunk(Schedule s, const std::function<bool(const Schedule&)>& is_faulty) {
-  for (std::size_t i = 0; i < s.operations.size();) {
-    Schedule less = s;
-    less.operations.erase(less.operations.begin() + std::ptrdiff_t(i));
-    if (is_faulty(less))
-      s = less;
-    else
-      ++i;
-  }
-  return s;
-}
-
-}  // namespace
-
 TEST_CASE("In a thousand random schedules every sequence gets the ids that it has alone", "[schedules]") {
   omp_set_num_threads(1);  // the tiny model's work is less than that of a second thread
   const Tiny tiny;
-  Alone alone(tiny);
-  std::mt19937 random(11);
-  Counts counts;
-  for (int round = 0; round < 1000; ++round) {
-    const Schedule s = random_schedule(random);
-    const std::string wrong = fault(tiny, s, alone, counts);
-    if (wrong.empty()) continue;
-    Counts ignored;
-    const Schedule least = shrunk(s, [&](const Schedule& less) { return !fault(tiny, less, alone, ignored).empty(); });
-    std::string text;
-    for (const Operation& o : least.operations) text += to_string(o) + " ";
-    FAIL(wrong << " in schedule " << round << ": " << s.model.slots << " slots, " << s.model.pages << " pages of "
-               << s.model.page_entries << ", chunk " << s.model.chunk << ", step_tokens "
-               << s.decoder.step_tokens.value_or(-1) << ", share_prefixes " << s.decoder.share_prefixes << ": "
-               << text);
-  }
+  Alone alone(tiny.alone());
+  const Counts counts = check_schedules(
+      1000,
+      [&](const Schedule& s) {
+        return Decoder(tiny.model({.slots = s.slots,
+                                   .capacity = kScheduleCapacity,
+                                   .chunk = s.chunk,
+                                   .invariant = true,
+                                   .pages = s.pages,
+                                   .page_entries = s.page_entries}),
+                       s.decoder);
+      },
+      ids_of, alone);
   CHECK(counts.forks > 500);
   CHECK(counts.given_up > 200);
   CHECK(counts.resumed > 100);
@@ -446,7 +280,7 @@ TEST_CASE("In a thousand random schedules every sequence gets the ids that it ha
 TEST_CASE("A thousand sequences decode beside each other in a pool that has a part of their capacity", "[schedules]") {
   omp_set_num_threads(1);
   const Tiny tiny;
-  Alone alone(tiny);
+  Alone alone(tiny.alone());
   // 1,024 slots of 32 entries would be 32,768: the pool has 12,288, and each sequence needs 7 to 11.
   Decoder d(tiny.model({.slots = 1024, .capacity = 32, .invariant = true, .pages = 3072, .page_entries = 4}));
   for (std::int64_t i = 0; i < 1024; ++i)

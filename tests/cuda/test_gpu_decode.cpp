@@ -6,6 +6,7 @@
 #include <random>
 
 #include "core/call_groups.hpp"
+#include "cuda/step/graph.hpp"
 #include "tests/cuda/device_pages.hpp"
 #include "tests/support/grouped.hpp"
 #include "tests/support/mixed_steps.hpp"
@@ -105,6 +106,54 @@ void check_decode(const Setup& s, const Lengths& lengths, std::initializer_list<
   INFO(describe(s, window));
   CHECK(check_on_device<ops::Attention>(s, untouched));
   for (std::int64_t page : pages) check_pages(s, lengths, untouched, page);
+}
+
+/// Checks a graph of an append and the attention behind it, which loads the older keys while the append runs: y has the
+/// bits of the two calls one after the other. `input` is what the append adds to the cache.
+template <class Append>
+void check_older_keys_first(const Append& append, const ops::Attention::Args& attend, void* input,
+                            const std::vector<std::byte>& values, cuda::Context& c) {
+  std::vector<std::byte> inputs[2] = {values, values}, expected[2];
+  std::rotate(inputs[1].begin(), inputs[1].begin() + std::ptrdiff_t(size_bytes(attend.q.dtype)), inputs[1].end());
+  const auto bring = [&](int i) {
+    require_cuda(cudaMemcpy(input, inputs[i].data(), values.size(), cudaMemcpyDefault));
+    require_cuda(cudaDeviceSynchronize());
+  };
+  const auto y = [&] {
+    require_cuda(cudaDeviceSynchronize());
+    std::vector<std::byte> bytes(std::size_t(attend.y.bytes()));
+    require_cuda(cudaMemcpy(bytes.data(), attend.y.data, bytes.size(), cudaMemcpyDefault));
+    return bytes;
+  };
+  for (int i = 0; i < 2; ++i) {
+    bring(i);
+    REQUIRE(cuda::run(append, c));
+    REQUIRE(cuda::run(attend, c));
+    expected[i] = y();
+  }
+  REQUIRE_FALSE(bool(expected[0] == expected[1]));
+  const auto graph = cuda::capture_dataflow(c, [&](cuda::DataflowCapture& capture) {
+    const Status appended = capture.run(append, {.early = true});
+    return appended ? capture.run(attend, {.early = true, .after_waiting = true}) : appended;
+  });
+  INFO(graph.status().message());
+  REQUIRE(graph);
+  int wrong = 0;
+  for (int i = 0; i < 20; ++i) {
+    bring(i % 2);
+    require_cuda(cudaGraphLaunch(graph->get(), c.stream()));
+    wrong += y() != expected[i % 2];
+  }
+  CHECK(wrong == 0);
+}
+
+/// The elements of a problem's block.
+template <class Op>
+std::vector<std::byte> values_of(Problem<Op>& p, std::string_view name) {
+  for (const auto& block : p.blocks())
+    if (block.name == name)
+      return {block.memory.begin() + Problem<Op>::guard_bytes, block.memory.end() - Problem<Op>::guard_bytes};
+  return {};
 }
 
 /// Lengths around a window and around its sum with the sinks, and longer ones.
@@ -325,6 +374,69 @@ TEST_CASE("decode attention in pages: a kv_len without room, and pages outside t
           check_nan(p);
         }
     }
+}
+
+TEST_CASE("decode attention in pages: older keys come before the newest is appended", "[gpu][attention][small]") {
+  cuda::Context c = context();
+  for (DType activation : {DType::f16, DType::f32})
+    for (auto [heads, kv_heads, head_dim] : {std::array<std::int64_t, 3>{2, 2, 80}, {4, 1, 64}, {2, 1, 256}})
+      for (const Workload& load : {Workload{1, 1, 1, 4}, Workload{2, 1, 2, 700}, Workload{1, 1, 17, 20},
+                                   Workload{3, 1, 128, 140}, Workload{1, 1, 129, 2048}, Workload{1, 1, 2048, 2048}}) {
+        Setup s{.model = gated_model_of(ModelType::llama, heads, kv_heads, head_dim, heads * head_dim, 8),
+                .load = load,
+                .activation = activation};
+        s.model.max_position_embeddings = 2048;
+        INFO(describe(s));
+        Problem<ops::RopeAppend> untouched(s);
+        PagedDeviceProblem<ops::RopeAppend> step(untouched, 64);
+        const ops::RopeAppend::Args& a = step.args();
+        const DeviceBytes y(std::vector<std::byte>(std::size_t(a.q.bytes())));
+        check_older_keys_first(a,
+                               {.q = a.q,
+                                .k_cache = a.k_cache,
+                                .v_cache = a.v_cache,
+                                .kv_len = a.kv_len,
+                                .y = AnyView<3>(y.data(), a.q.shape, activation),
+                                .scale = 0.125,
+                                .max_kv_len = cache_capacity(a),
+                                .page_table = a.page_table},
+                               const_cast<void*>(a.qkv.data), values_of(untouched, "qkv"), c);
+      }
+}
+
+TEST_CASE("decode attention of streams: older keys come before the newest takes the oldest one's place",
+          "[gpu][attention][stream][small]") {
+  cuda::Context c = context();
+  const KeyWindow window{.keys = 60, .sinks = 4};
+  for (DType activation : {DType::f16, DType::f32})
+    for (bool in_pages : {false, true})
+      for (std::int32_t length : {1, 4, 5, 64, 65, 128, 1000}) {
+        const Setup s = decode_setup(4, 2, 80, 2, 64, activation);
+        INFO(describe(s, window) << ", length " << length << (in_pages ? ", in pages" : ""));
+        auto sizes = example_of<ops::KvAppend>(s);
+        sizes.first.window = sizes.second.window = window;
+        Problem<ops::KvAppend> untouched(s, sizes);
+        for (auto& block : untouched.blocks())
+          if (block.role == Role::length) std::fill_n(static_cast<std::int32_t*>(block.data()), 2, length);
+        DeviceProblem<ops::KvAppend> contiguous(untouched);
+        PagedDeviceProblem<ops::KvAppend> paged(untouched, 64);
+        const ops::KvAppend::Args& a = in_pages ? paged.args() : contiguous.args();
+        Problem<ops::Attention> queries(s);
+        const DeviceBytes q(values_of(queries, "q")), y(values_of(queries, "y"));
+        const std::array<std::int64_t, 3> shape{2, 4, 80};
+        check_older_keys_first(a,
+                               {.q = {q.data(), shape, activation},
+                                .k_cache = a.k_cache,
+                                .v_cache = a.v_cache,
+                                .kv_len = a.kv_len,
+                                .y = AnyView<3>(y.data(), shape, activation),
+                                .scale = 0.125,
+                                .max_kv_len = 1 << 30,
+                                .page_table = a.page_table,
+                                .window = window,
+                                .q_sinks = {q.data(), shape, activation}},
+                               const_cast<void*>(a.v.data), values_of(untouched, "v"), c);
+      }
 }
 
 TEST_CASE("attention refuses pages of a size that no kernel takes, by name", "[gpu][attention][bad]") {

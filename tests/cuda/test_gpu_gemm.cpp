@@ -7,7 +7,6 @@
 #include <set>
 
 #include "cpu_ref/dequantise.hpp"
-#include "cuda/step/graph.hpp"
 #include "cuda/ops/linear/cublaslt/cublaslt.hpp"
 #include "cuda/ops/linear/cublaslt/library.hpp"
 #include "cuda/ops/linear/cublaslt/plan.hpp"
@@ -17,6 +16,7 @@
 #include "cuda/ops/linear/wgmma/plan.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "cuda/runtime/stream.hpp"
+#include "cuda/step/graph.hpp"
 #include "tests/cuda/device_check.hpp"
 #include "tests/support/refusal.hpp"
 
@@ -767,11 +767,11 @@ TEST_CASE("linear of many tokens: two products of a graph that share scratch mem
     }
 }
 
-TEST_CASE("gemm: an algorithm is asked for once for all steps of a class, and listed", "[gpu][gemm]") {
+TEST_CASE("gemm: an algorithm is asked for once, for several numbers of tokens together, and listed", "[gpu][gemm]") {
   const DeviceScratch scratch;
   constexpr std::int64_t out = 184;  // no other test's
-  const cuda::StepClass& many = kTuning.class_of(kMany + 20);
-  const std::int64_t first_of_next = many.last + 1;
+  const auto asked = [](std::int64_t tokens) { return cuda::kGemmTokens[cuda::gemm_tokens_index(tokens)]; };
+  const std::int64_t many = asked(kMany + 20);
   const auto prepare = [&](std::int64_t tokens, const GptqSetup& gptq, Epilogue epilogue) {
     DeviceProblem<ops::Linear> p(setup(DType::f16, gptq), linear(tokens, 256, out, epilogue));
     CHECK(takes_library(p.args(), scratch.get()));
@@ -781,9 +781,9 @@ TEST_CASE("gemm: an algorithm is asked for once for all steps of a class, and li
   CHECK(cuda::gemm_algorithms().size() == before + 1);
   prepare(kMany + 20, {}, Epilogue::gelu_erf);
   prepare(kMany + 20, {4, 128}, Epilogue::none);
-  prepare(kMany + 21, {}, Epilogue::residual);  // of the same class
+  prepare(kMany + 21, {}, Epilogue::residual);  // asked for as many tokens
   CHECK(cuda::gemm_algorithms().size() == before + 3);
-  prepare(first_of_next, {}, Epilogue::residual);
+  prepare(many + 1, {}, Epilogue::residual);
   CHECK(cuda::gemm_algorithms().size() == before + 4);
   std::set<std::tuple<std::int64_t, std::int64_t, DType, bool, bool>> listed;
   for (const cuda::GemmAlgorithm& a : cuda::gemm_algorithms()) {
@@ -792,13 +792,13 @@ TEST_CASE("gemm: an algorithm is asked for once for all steps of a class, and li
     CHECK(a.stages >= 0);
     CHECK(a.split_k <= 1);
     CHECK(a.workspace_bytes <= cuda::kGemmWorkspaceBytes);
-    if (a.out == out) listed.insert({a.planned_as, a.in, a.output, a.bias, a.residual});
+    if (a.out == out) listed.insert({a.tokens, a.in, a.output, a.bias, a.residual});
   }
   using T = decltype(listed);
-  CHECK(listed == T{{many.planned_as, 256, DType::f16, true, true},
-                    {many.planned_as, 256, DType::f32, false, false},
-                    {many.planned_as, 512, DType::f16, true, false},
-                    {kTuning.class_of(first_of_next).planned_as, 256, DType::f16, true, true}});
+  CHECK(listed == T{{many, 256, DType::f16, true, true},
+                    {many, 256, DType::f32, false, false},
+                    {many, 512, DType::f16, true, false},
+                    {asked(many + 1), 256, DType::f16, true, true}});
 }
 
 TEST_CASE("a launch list submits calls in order with its launches, and names the op of one that fails", "[gpu][gemm]") {

@@ -495,6 +495,24 @@ TEST_CASE(
   }
 }
 
+TEST_CASE("model on the GPU: an invariant model gives a prompt the same scores alone and beside others, bit for bit",
+          "[gpu][model][score]") {
+  const DType dtype = GENERATE(DType::f16, DType::f32);
+  CAPTURE(to_string(dtype));
+  const Small small(dtype);
+  const Model::Options options{.slots = 3, .capacity = 512, .chunk = 64, .invariant = true};
+  const std::vector<ScorePrompt> prompts{{ids_of(200, 1), 1}, {ids_of(20, 2), 15}, {ids_of(2, 3), 1},
+                                         {ids_of(64, 4), 63}, {ids_of(65, 5), 1},  {ids_of(130, 6), 100}};
+  const std::vector<PromptScore> together = by_scorer(small.model(options), prompts, {.top = 2});
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
+    CAPTURE(i);
+    require_ok(together[i].status);
+    const std::vector<PromptScore> alone = by_scorer(small.model(options), {prompts[i]}, {.top = 2});
+    CHECK(together[i].ids == alone[0].ids);
+    CHECK(together[i].top == alone[0].top);
+  }
+}
+
 TEST_CASE("model on the GPU: a lone prompt's scores depend on neither its slot nor how many ids are asked for",
           "[gpu][model][score]") {
   const Small small;

@@ -448,6 +448,24 @@ TEST_CASE("attention: a plan counts the keys that are seen, whatever the capacit
     }
 }
 
+TEST_CASE("attention: with many sequences an SM has room for four blocks, whatever the capacity", "[plans]") {
+  for (const char* preset : {"pythia-2.8b", "llama-3.2-1b"})
+    for (std::int64_t kv_len : {64, 2048}) {
+      const ModelConfig m = *find_preset(preset);
+      const AttentionPlan plan =
+          attention_plan(kH200, attention_dims(m, {.batch = 1024, .q_len = 1, .kv_len = kv_len}), DType::f16);
+      INFO(preset << ": " << to_string(plan));
+      CHECK((plan.splits == 1 && plan.stages == 1));
+      CHECK(plan.smem_bytes <= smem_per_block_bytes(kH200, 4));
+    }
+  // Few sequences in a contiguous cache keep their rings.
+  const ModelConfig m = *find_preset("pythia-2.8b");
+  ops::Attention::Dims d = attention_dims(m, {.batch = 64, .q_len = 1, .kv_len = 2048});
+  CHECK(attention_plan(kH200, d, DType::f16).stages == 2);
+  d.pool = {.pages = 2048, .page_entries = 64};
+  CHECK(attention_plan(kH200, d, DType::f16).stages == 1);
+}
+
 TEST_CASE("attention: the blocks of up to 1024 sequences fit a grid, and cover their keys once", "[plans]") {
   for (const char* preset : {"pythia-2.8b", "pythia-12b", "llama-3.1-8b"})
     for (const Arch& arch : {kH200, kRtx5090})

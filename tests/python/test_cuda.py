@@ -673,3 +673,57 @@ def test_the_self_check_runs_ops_and_a_model_on_the_gpu() -> None:
     for name in (*_core.ops(), "linear (4 bits)", "pythia-14m, float16", "pythia-14m, bfloat16"):
         assert re.search(rf"^\| {re.escape(name)} +\| +cuda \|", output, re.M), name
     assert "FAIL" not in output
+
+
+# --- many sequences at once -------------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pages": 20},
+        {"pages": 3, "share_prefixes": True},  # for some of the prompts: the others wait
+        {"pages": 8, "page_entries": 128, "step_tokens": 4},
+        {"step_tokens": 7, "invariant": True},
+    ],
+)
+def test_pages_and_pieces_of_prompts_leave_the_ids(checkpoints: pathlib.Path, options: dict[str, Any]) -> None:
+    prompts = [*PROMPTS, [*range(1, 90)], [*range(1, 91)]]
+    with cf_ops.load(checkpoints / "neox-d80", device="cuda", slots=4, capacity=128, **options) as model:
+        for _ in range(2):
+            for result in model.generate_batch(prompts, max_new_tokens=30, stop=()):
+                assert result.finish == "length", result.error
+                check_greedy(_core.Weights.open(str(checkpoints / "neox-d80")), result.prompt, result.ids, "float16")
+        three = model.generate_batch(prompts[:2], n=3, max_new_tokens=20, stop=(), **SAMPLED)
+        one = model.generate_batch(prompts[:2], max_new_tokens=20, stop=(), **SAMPLED)
+        assert [three[0].ids, three[3].ids] == [r.ids for r in one]
+
+
+@gpu
+@pytest.mark.parametrize("name", ["neox-d80", "llama-gqa3-scaled"])
+def test_a_stream_goes_on_behind_its_window_on_a_gpu(checkpoints: pathlib.Path, name: str) -> None:
+    window = {"window": 60, "sinks": 4}
+    prompt = [1, 2, 3]
+    with cf_ops.load(checkpoints / name, device="cuda", **window) as model:
+        ids = list(model.stream(prompt, max_new_tokens=400))
+        activation = model.activation
+        assert list(model.generate(prompt, max_new_tokens=400, stop=())) == ids
+    fed = prompt + ids[:-1]
+    oracle = _core.Runner(_core.Weights.open(str(checkpoints / name)), chunk=len(fed), activation="float64", **window)
+    logits = oracle.forward(0, 0, fed, len(ids))
+    _, largest_error = oracle.error_bound(fed, activation)
+    behind = logits.max(axis=1) - logits[np.arange(len(ids)), ids]
+    assert (behind <= 2 * largest_error * np.abs(logits).max()).all()
+
+
+@gpu
+def test_a_model_is_longer_than_its_window_on_a_gpu(checkpoints: pathlib.Path) -> None:
+    name = "mistral-gqa4-sharded"  # whose window is 64
+    prompt = [(7 * i) % 31 + 1 for i in range(100)]
+    weights = _core.Weights.open(str(checkpoints / name))
+    with cf_ops.load(checkpoints / name, device="cuda", capacity=256) as model:
+        assert model.impl == "graph"
+        ids = list(model.generate(prompt, max_new_tokens=60, stop=()))
+        check_greedy(weights, prompt, ids, model.activation)
+        Oracle(weights, prompt + ids, model.activation).check_rows(model.logits(prompt + ids))

@@ -215,7 +215,16 @@ def test_known_calls_and_a_ports_layer_leave_other_calls_alone(fake):
     ops.use_torch()
     known = _core.KnownCalls([("eps", False), ("most", True)], [0])
     assert known.numbers == ["eps", "most"] and len(known) == 0
-    for given in ((), (None,), ([],), (np.zeros(2),), (torch.zeros(2),), (fake(2),), ({"x": torch.zeros(2)},), ({}, {})):
+    for given in (
+        (),
+        (None,),
+        ([],),
+        (np.zeros(2),),
+        (torch.zeros(2),),
+        (fake(2),),
+        ({"x": torch.zeros(2)},),
+        ({}, {}),
+    ):
         for fixed, numbers in ((None, (1e-5, 3)), (object(), (None, None)), ([], ()), ("", ("a", 2**70))):
             assert known.run(given, fixed, numbers) is None
     config = selfcheck.arguments("decode_layer", "float32")["config"]
@@ -350,6 +359,66 @@ def test_ops_are_within_the_contracts_budget(op, dtype, bits):
     got = call.run()
     call.check(got)
     assert all(same(call.run(), got) for _ in range(20))
+
+
+def within(got, exact, bound):
+    """Whether a result of a GPU has NaN where the oracle's has it, and is within a bound of its other elements."""
+    got, unknown = got.double().cpu(), exact.isnan()
+    error, known = (got - exact)[~unknown], exact[~unknown]
+    is_close = error.norm() <= bound.rel_l2 * known.norm() and error.abs().max() <= bound.rel_max * known.abs().max()
+    return torch.equal(got.isnan(), unknown) and bool(is_close)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("made", [ops, torch_ops])
+def test_runs_pages_and_windows_are_within_the_contracts_budget(made, dtype):
+    torch.manual_seed(1)
+    kind, heads, kv_heads, head_dim, page = getattr(torch, dtype), 4, 2, 64, 64
+    runs, lengths = [(2, 0, 1), (0, 1, 5), (1, 6, 2)], [130, 64, 65]  # out of order
+    positions = torch.tensor([p for s, _, n in runs for p in range(lengths[s] - n, lengths[s])], dtype=torch.int32)
+    table = torch.tensor([[7, 2, 4], [0, -1, -1], [5, 1, -1]], dtype=torch.int32)
+    pools = torch.randn(2, 9, kv_heads, page, head_dim).to(kind)
+    pools[:, [3, 6, 8]] = float("nan")  # no sequence's
+    cos, sin = map(torch.from_numpy, ops.rope_table(192, head_dim))
+    qkv, q_sinks = torch.randn(8, heads + 2 * kv_heads, 1, head_dim).to(kind), torch.randn(8, heads, head_dim).to(kind)
+    given = qkv, cos, sin, positions, torch.tensor(lengths, dtype=torch.int32), *pools
+    on_gpu = [tensor.cuda() for tensor in given]
+    step = {"runs": runs, "page_table": table}
+    step_on_gpu = {"runs": runs, "page_table": table.cuda()}
+
+    q = made.rope_append(*on_gpu, layout="separate", **step_on_gpu)
+    exact = [qkv.double(), *given[1:5], *(pool.double() for pool in pools)]
+    bound = ops.budget(ops.rope_append, output=dtype)(*[t.clone() for t in exact], layout="separate", **step)
+    exact_q = ops.rope_append(*exact, layout="separate", **step)
+    assert within(q, exact_q, bound)
+    for got, expected in zip(on_gpu[-2:], exact[-2:]):
+        assert within(got, expected, bound)
+
+    kv_len, caches = given[4], on_gpu[-2:]
+    for window, sinks in ((None, None), ((50, 0), None), ((50, 4), q_sinks)):
+        options = {"scale": 0.125, "max_kv_len": 192, "window": window}
+        y = made.attention(
+            q, *caches, kv_len.cuda(), **options, **step_on_gpu, q_sinks=None if sinks is None else sinks.cuda()
+        )
+        exact_given = q.double().cpu(), *(cache.double().cpu() for cache in caches), kv_len
+        exact_options = {**options, **step, "q_sinks": None if sinks is None else sinks.double()}
+        bound = ops.budget(ops.attention, output=dtype)(*exact_given, **exact_options)
+        assert within(y, ops.attention(*exact_given, **exact_options), bound)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("made", [ops, torch_ops])
+def test_a_streams_new_entries_take_the_oldest_ones_places(made):
+    k, v = torch.randn(2, 3, 2, 64)
+    caches = torch.randn(2, 3, 2, 72, 64)
+    kv_len, runs = torch.tensor([1000, 0, 73], dtype=torch.int32), [(2, 0, 1), (0, 1, 2)]
+    on_gpu = [tensor.cuda() for tensor in (k, v, kv_len, *caches)]
+    made.kv_append(*on_gpu, runs=runs, window=(60, 4))
+    ops.kv_append(k, v, kv_len, *caches, runs=runs, window=(60, 4))
+    assert same([tensor.cpu() for tensor in on_gpu[-2:]], [*caches])
 
 
 @gpu

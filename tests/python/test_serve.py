@@ -451,6 +451,14 @@ def test_the_same_seed_gives_the_same_ids_on_replicas(replicas: Server, alone: l
     assert answers(replicas, asks(), SLOTS, 2) == alone
 
 
+def test_a_pool_of_pages_and_pieces_of_prompts_give_the_same_ids(directory: str, alone: list[list[int]]) -> None:
+    server = Server(directory, "--slots", SLOTS, "--pages", 12, "--share-prefixes", "--step-tokens", 32)
+    try:
+        assert answers(server, asks(), SLOTS, 3) == alone
+    finally:
+        assert server.end() == 0
+
+
 def test_a_worker_that_is_killed_under_load(directory: str, alone: list[list[int]]) -> None:
     """Every request ends with ids or an error within seconds, the next ones run, and the same seeds give the same ids.
     Then SIGTERM lets what runs end."""

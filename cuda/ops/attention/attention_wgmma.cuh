@@ -92,12 +92,12 @@ struct WarpgroupRows {
     }
     return next;
   }
-  /// Makes these the weights of the next products with values.
-  __device__ void set_weights(const Weights& next) {
+  /// Makes these the weights of the next products with values. `zero` is copy_registers()'s.
+  __device__ void set_weights(const Weights& next, std::uint32_t zero) {
 #pragma unroll
     for (int j = 0; j < kKeySteps; ++j) {
-      copy_registers(weights.high[j].a, next.high[j].a);
-      copy_registers(weights.low[j].a, next.low[j].a);
+      copy_registers(weights.high[j].a, next.high[j].a, zero);
+      copy_registers(weights.low[j].a, next.low[j].a, zero);
     }
   }
   /// Waits for the products with values, and brings these to the maxima of the latest scores. They are multiplied even
@@ -257,6 +257,7 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
   const int tiles = own_first < run.rows() ? tiles_up_to(own_first + kWgmmaQueryRows - 1) : 0;
   const bool zeros = kv_len < (last + 1) * kWgmmaKeys;
   [[maybe_unused]] const bool hides_keys = first_key(block_first) > begin * kWgmmaKeys;
+  const std::uint32_t zero = std::uint32_t(c.heads) >> 31;
   RingSlot k_slot, v_slot;
 
   const auto start_scores = [&] {
@@ -292,7 +293,7 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
   if (tiles > begin) {
     start_scores();
     wgmma_wait<0>();
-    rows.set_weights(weigh_scores(begin));
+    rows.set_weights(weigh_scores(begin), zero);
 #pragma unroll 1
     for (int tile = begin + 1; tile < tiles; ++tile) {
       start_scores();
@@ -301,7 +302,7 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
       const auto next = weigh_scores(tile);
       rows.rescale_values();
       release_values();
-      rows.set_weights(next);
+      rows.set_weights(next, zero);
     }
     start_values(tiles - 1);
     wgmma_wait<0>();

@@ -3,6 +3,7 @@
 // attention_any.cu those for the rest: pages, windows, sinks and streams. attention_runs.cu has the kernels for runs.
 #include <type_traits>
 
+#include "cuda/device/compiled_for.hpp"
 #include "cuda/device/overwrite.cuh"
 #include "cuda/ops/any_cache.hpp"
 #include "cuda/ops/attention/attention.cuh"
@@ -55,6 +56,14 @@ struct RunsDecodeCall : AnyDecodeCall {
 template <class Call>
 inline constexpr bool takes_any_cache = std::is_base_of_v<AnyDecodeCall, Call>;
 
+/// Blocks of an SM that a kernel's registers leave room for. Many short sequences are faster with four than with the
+/// three that the compiler would leave room for in a kernel for any cache. sm_120a has too few registers for four.
+template <class Call>
+constexpr int least_blocks_per_sm(int padded_head_dim) {
+  const bool four = takes_any_cache<Call> && padded_head_dim == 80 && kCompiledFor == 90;
+  return four ? 4 : decode_blocks_per_sm(padded_head_dim);
+}
+
 /// A page as the table has it. The first of the pool, and `outside` is set, where the pool has no such page.
 __device__ inline std::int32_t page_in_pool(std::int32_t page, int pool, bool& outside) {
   if (std::uint32_t(page) < std::uint32_t(pool)) return page;
@@ -100,9 +109,10 @@ struct NoPages {
 /// wait for each other before a tile is overwritten. At the end the warps' partial results are merged in order, and
 /// then those of the splits. With `after_waiting` the block copies its first tiles, but for the newest key, before it
 /// waits for its predecessors: LaunchMode::after_waiting. Without Shared a GQA tile is a lone head. That kernel has no
-/// code for several heads, which makes layers slower (kH200Tuning). Call is DecodeCall, AnyDecodeCall or RunsDecodeCall.
+/// code for several heads, which makes layers slower (kH200Tuning). Call is DecodeCall, AnyDecodeCall or RunsDecodeCall;
+/// the last two have no kernel of lone heads, whose bits are the same.
 template <class T, int HeadDim, bool Shared, class Call>
-__global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
+__global__ void __launch_bounds__(kDecodeThreads, least_blocks_per_sm<Call>(HeadDim))
     decode_kernel(const __grid_constant__ Call c, int gqa_heads, int splits, int stages, bool after_waiting) {
   constexpr bool any = takes_any_cache<Call>;
   constexpr int warp_keys = keys_at_once(HeadDim), tile_keys = decode_tile(HeadDim);
@@ -133,6 +143,12 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
   const auto seen = c.tiles(z, kv_len, i, tile_keys);
   const SplitTiles own(seen.count(), splits, split);
   if (split >= own.used) return;
+  if constexpr (any)
+    if (seen.count() == 0) {  // most of many sequences may be idle
+      T* const y = static_cast<T*>(c.y) + c.query(z, i, first_head);
+      for (int e = threadIdx.x; e < heads * c.head_dim; e += kDecodeThreads) y[e] = from_float<T>(NAN);
+      return;
+    }
   // With after_waiting the predecessors write no key but the newest. Its run is copied when they are done.
   int newest = after_waiting ? seen.newest() / (tile_keys / 8) : -1;
   const auto fetch = [&](int tile, int to, bool only_newest) {
@@ -365,8 +381,9 @@ Status launch_decode(const DecodeRuns& r, DType activation, const Call& call, co
   const bool after_waiting = launches.mode().after_waiting && r.most == 1;
   const auto add = [&](auto zero) {
     using T = decltype(zero);
-    const auto kernel = plan.gqa_heads > 1 ? decode_kernel_for<T, true, Call>(call.head_dim)
-                                           : decode_kernel_for<T, false, Call>(call.head_dim);
+    auto kernel = decode_kernel_for<T, true, Call>(call.head_dim);
+    if constexpr (!takes_any_cache<Call>)
+      if (plan.gqa_heads == 1) kernel = decode_kernel_for<T, false, Call>(call.head_dim);
     return launch(ops::Attention::name, launches, shape, kernel, call, plan.gqa_heads, plan.splits, plan.stages,
                   after_waiting);
   };

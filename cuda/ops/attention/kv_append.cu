@@ -58,10 +58,10 @@ __global__ void __launch_bounds__(kTokenThreads)
 __global__ void __launch_bounds__(kTokenThreads)
     kv_append_runs_kernel(const __grid_constant__ Vectors a, const __grid_constant__ RunTable table,
                           const __grid_constant__ AnyCacheView cache, long matrices) {
-  let_successor_start();
   const int token = table.first_row() + int(blockIdx.x);
   const RunTable::Run run = table.run[table.of_row(token)];
   wait_for_predecessors();
+  let_successor_start();  // not earlier, so that attention finds the older keys: LaunchMode::after_waiting
   const int kv_len = a.kv_len[run.sequence];
   const unsigned token_vectors = a.kv_heads * a.row_vectors;
   const unsigned vector = blockIdx.y * blockDim.x + threadIdx.x;

@@ -55,7 +55,12 @@ Result<LinearWgmmaPlan> plan_wgmma(const Target& target, const ops::Linear::Args
   CF_TRY(check_dense(a));
   const auto d = ops::Linear::dims(a);
   CF_TRY(leave(target.has_wgmma ? why_no_linear_wgmma(target.arch, d.tokens, d.in, d.rows(), a.x.dtype) : kNoWgmma));
-  return linear_wgmma_plan(target.arch, d.tokens, d.in, d.rows());
+  LinearWgmmaPlan plan = linear_wgmma_plan(target.arch, d.tokens, d.in, d.rows());
+  if (!target.arch.tuning->is_invariant()) return plan;
+  // Without splits its sums are those of tiles, which takes more tokens.
+  CF_TRY(leave(ops::is_gelu(a.epilogue) ? "" : "takes products with GELU of an invariant model"));
+  plan.splits = 1;
+  return plan;
 }
 
 Result<LinearTilesPlan> plan_tiles(const Target& target, const ops::Linear::Args& a) {

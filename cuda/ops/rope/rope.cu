@@ -44,8 +44,8 @@ Status prepare(const ops::Rope::Args& a, LaunchList& launches) { return prepare_
 
 Status launch_rope(const ops::Rope::Args& a, const RopePlan& plan, LaunchList& launches) {
   if (a.q_sinks) {
-    // The queries for the sinks come first. This launch leaves keys there that are rotated like them; the second one
-    // waits for it and writes all keys again.
+    // A first launch makes the queries for the sinks, and keys that are rotated like them. The second one waits for it
+    // and writes all keys again, rotated by their own positions.
     ops::Rope::Args sinks = a;
     sinks.q = a.q_sinks;
     sinks.positions = a.sink_positions;

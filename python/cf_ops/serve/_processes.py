@@ -54,6 +54,7 @@ def declare_worker(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="what runs may take so long to end after SIGTERM (60)",
     )
+    program.add_serving(parser)
     parser.add_argument("--name", help="what clients call the model; the folder's name when left out")
 
 
@@ -253,8 +254,11 @@ class Server:
         given = [("--model", args.model), ("--revision", args.revision), ("--device", device), ("--impl", args.impl)]
         given += [("--activation", args.activation), ("--threads", args.threads), ("--slots", args.slots)]
         given += [("--capacity", args.capacity), ("--queue", args.queue), ("--drain", args.drain)]
+        given += [("--pages", args.pages), ("--page-entries", args.page_entries), ("--step-tokens", args.step_tokens)]
         given += [("--name", self._name)]
-        return [word for name, value in given if value is not None for word in (name, str(value))]
+        flags = [("--share-prefixes", args.share_prefixes), ("--invariant", args.invariant)]
+        words = [word for name, value in given if value is not None for word in (name, str(value))]
+        return words + [name for name, is_set in flags if is_set]
 
     def _address(self) -> str:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._args.host, self._args.host)

@@ -196,7 +196,6 @@ Result<bool> add_gemm(const ops::Linear::Args& a, const GemmPlan& plan, LaunchLi
   const Gemm gemm{.tokens = d.tokens,
                   .in = packed ? parts * d.in : d.in,
                   .out = d.rows(),
-                  .step_class = launches.arch().tuning->class_of(d.tokens),
                   .dtype = dtype,
                   .output = has_sums ? DType::f32 : dtype,
                   .x = packed ? scratch + at.x : a.x.data,

@@ -1,6 +1,7 @@
 #pragma once
 // Products of matrices by cuBLASLt, which is loaded at its first use: libcublasLt.so.13, .12 or without a number, as
 // the dynamic linker finds them, or the file alone that the environment variable CF_CUBLASLT names.
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -9,7 +10,6 @@
 #include "core/dtype.hpp"
 #include "core/status.hpp"
 #include "cuda/runtime/launch_list.hpp"
-#include "cuda/tuning/tuning.hpp"
 
 namespace cf::cuda {
 
@@ -17,7 +17,6 @@ namespace cf::cuda {
 /// 16 bytes.
 struct Gemm {
   std::int64_t tokens, in, out;
-  StepClass step_class;  // that `tokens` belong to
   DType dtype;           // of x, weight, bias and residual: float16 or bfloat16
   DType output;          // of y: dtype; or float32, then without bias and residual
   const void* x;         // (tokens, in)
@@ -30,22 +29,32 @@ struct Gemm {
 
 /// The product as a call for a LaunchList of this device. Empty where there is no library, and where the library has no
 /// algorithm for the product.
-///   The algorithm depends on the device, the class of the step, in and out, the dtypes and on whether there is a bias
-/// and a residual, and on nothing else: it is asked for once, for step_class.planned_as tokens, and then kept. One block
-/// makes a whole sum: no algorithm divides the columns (split-k). So the same inputs give the same bits, and a row has
-/// the same bits in all steps of a class. Code::unimplemented where that algorithm takes other tokens of the class alone.
+///   The algorithm depends on the device, the sizes, the dtypes and on whether there is a bias and a residual, and on
+/// nothing else: it is asked for once for each of kGemmTokens and then kept. So the same inputs give the same bits.
+///   A row has the same bits whatever the number of tokens. No algorithm divides the columns (split-k), and whatever is
+/// chosen beside the algorithm for the most tokens gave a product of random numbers that algorithm's bits. An algorithm
+/// with another order of sums is passed over.
 Result<LaunchList::Call> make_gemm(const Gemm& gemm, int device);
 
-/// An algorithm that was chosen, by cuBLASLt's numbers. `planned_as` are the tokens that it was asked for.
+/// The numbers of tokens that an algorithm is asked for. A product has that of the first number which its tokens do not
+/// exceed, or of the last.
+inline constexpr std::array<std::int64_t, 12> kGemmTokens{16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048};
+constexpr std::size_t gemm_tokens_index(std::int64_t tokens) {
+  std::size_t i = 0;
+  while (i + 1 < kGemmTokens.size() && tokens > kGemmTokens[i]) ++i;
+  return i;
+}
+
+/// An algorithm that a product has, by cuBLASLt's numbers. `tokens` is one of kGemmTokens.
 struct GemmAlgorithm {
   int device;
-  std::int64_t planned_as, in, out;
+  std::int64_t tokens, in, out;
   DType dtype, output;
   bool bias, residual;
   int id, tile, stages, split_k;
   std::size_t workspace_bytes;
 };
-/// All that this process has chosen so far.
+/// All that products of this process have had so far.
 std::vector<GemmAlgorithm> gemm_algorithms();
 
 /// The library's name and version. Code::unimplemented says in one line why there is none.

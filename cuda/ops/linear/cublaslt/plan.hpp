@@ -41,8 +41,8 @@ constexpr std::int64_t tokens_without_gemm(bool packed) {
   return least;
 }
 
-/// The workspace that cuBLASLt may take for a product. NVIDIA recommends 32 MiB for Hopper.
-inline constexpr std::size_t kGemmWorkspaceBytes = std::size_t(32) << 20;
+/// The workspace that cuBLASLt may take for a product: it counts tiles there. What divides the columns takes more.
+inline constexpr std::size_t kGemmWorkspaceBytes = 4096;
 
 /// How many 16-bit matrices add up to a GPTQ weight W = s (q - z), exactly.
 ///   One is not enough. Rounding W to 16 bits changes every product by up to u |x W|, with u the unit roundoff of 16
