@@ -1,14 +1,15 @@
 #pragma once
 // How an op's kernel is chosen: the op has a list of kernels, best first, and the first that takes a call runs it.
 // Without CUDA's headers: a choice is a pure function and needs no GPU. Private to cuda.
+#include <algorithm>
 #include <any>
 #include <functional>
 #include <limits>
-#include <map>
-#include <optional>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -43,6 +44,8 @@ struct Kernel {
   /// The plan of a call that the op's check() took, or why there is none. Code::not_found: the kernel leaves the call
   /// to a faster one behind it in the list (not_taken()). Code::unimplemented: the kernel has no code for this call.
   Result<Planned> (*plan)(const Target&, const Args&);
+  /// Whether the kernel has tables of runs: it may take runs that differ.
+  bool takes_runs = false;
 };
 
 /// For the plan of a kernel that takes one contiguous cache of all keys: refuses pages, a window that leaves keys out,
@@ -74,14 +77,18 @@ Status check_equal_runs(const Args& args) {
 }
 
 /// A kernel made of a function that plans and one that launches. `plan_of`(target, args) returns a Result<Plan>;
-/// `launch`(args, plan, launches) adds the launches; to_string(plan) prints the plan.
+/// `launch`(args, plan, launches) adds the launches; to_string(plan) prints the plan. A plan with tables takes runs.
 template <class Args, auto plan_of, auto launch>
 constexpr Kernel<Args> make_kernel(std::string_view name) {
-  return {name, [](const Target& target, const Args& args) -> Result<Planned> {
+  using Plan = std::remove_cvref_t<decltype(*plan_of(std::declval<const Target&>(), std::declval<const Args&>()))>;
+  constexpr bool has_tables = requires(const Plan& p) { p.tables; };
+  return {name,
+          [](const Target& target, const Args& args) -> Result<Planned> {
             CF_TRY_ASSIGN(const auto plan, plan_of(target, args));
             return Planned{plan, [plan] { return to_string(plan); },
                            [args, plan](LaunchList& launches) { return launch(args, plan, launches); }};
-          }};
+          },
+          has_tables};
 }
 
 /// A kernel that did not take a call.
@@ -126,58 +133,71 @@ Result<Choice> choose_from(std::span<const Kernel<Args>> kernels, const Target& 
 #include "core/ops/ops.def"
 #undef CF_OP
 
-/// Takes those groups away from `left` that a kernel takes together, and returns its choice for them. A kernel takes
-/// all runs of a length or none. A lone group is left: there may be a better kernel for equal runs.
+/// Groups that go to one kernel together, and those that are left, the longest runs first.
+struct SomeGroups {
+  std::vector<RowGroup> taken, left;
+};
+
+/// Divides groups, the longest runs first, into those that a kernel takes together and the others. The kernel takes
+/// runs from some length on, or none: what is longer has gone to kernels before it in the list. `planned` becomes the
+/// kernel's plan for what it takes.
 template <class Args>
-std::optional<Choice> choose_for_some(const Kernel<Args>& kernel, const Target& target, const Args& args,
-                                      std::vector<RowGroup>& left) {
-  std::map<std::int64_t, bool> takes;
-  std::vector<RowGroup> others;
+SomeGroups take_groups(const Kernel<Args>& kernel, const Target& target, const Args& args,
+                       const std::vector<RowGroup>& groups, Planned& planned) {
   std::vector<RowRun> runs;
-  Args part = args;
-  for (const RowGroup& g : left) {
-    const RowRun first{.sequence = g.sequence, .first_row = g.first_row, .count = g.count};
-    if (!takes.contains(g.count)) {
-      part.runs = {&first, 1};
-      takes[g.count] = bool(kernel.plan(target, part));
-    }
-    if (!takes[g.count]) {
-      others.push_back(g);
-      continue;
-    }
+  std::vector<std::size_t> before{0};  // runs of the groups before each
+  for (const RowGroup& g : groups) {
     for (std::int64_t i = 0; i < g.sequences; ++i)
       runs.push_back({.sequence = g.sequence + i, .first_row = g.first_row + i * g.count, .count = g.count});
+    before.push_back(runs.size());
   }
-  if (left.size() - others.size() < 2) return {};
-  part.runs = runs;
-  Result<Planned> planned = kernel.plan(target, part);
-  if (!planned) return {};
-  left = std::move(others);
-  return Choice{.kernel = kernel.name, .planned = *std::move(planned), .passed_over = {}};
+  std::size_t taken = 0, refused = groups.size() + 1;  // numbers of groups
+  for (std::size_t n = groups.size(); n > taken; n = (taken + refused) / 2) {
+    Args part = args;
+    part.runs = RowRuns(runs).first(before[n]);
+    if (Result<Planned> all = kernel.plan(target, part)) {
+      planned = *std::move(all);
+      taken = n;
+    } else {
+      refused = n;
+    }
+  }
+  const auto end = groups.begin() + std::ptrdiff_t(taken);
+  return {{groups.begin(), end}, {end, groups.end()}};
 }
 
 /// The choices for a call of runs: one for the groups that a kernel takes together, and one for each other group of
-/// equal runs. The choice for a lone group is that group's own.
+/// equal runs. The choice for a lone group is that group's own: there may be a better kernel for equal runs.
 template <class Args>
 Result<Choice> choose_for_groups(const Target& target, const Args& args) {
   std::vector<Choice> groups;
-  std::vector<RowGroup> left = row_groups(args.runs);
-  for (const Kernel<Args>& kernel : kernels_of(args))
-    if (left.size() > 1)
-      if (std::optional<Choice> some = choose_for_some(kernel, target, args, left)) groups.push_back(*std::move(some));
-  for (const RowGroup& group : left) {
+  std::vector<RowGroup> left = row_groups(args.runs), alone;
+  std::stable_sort(left.begin(), left.end(), [](const RowGroup& a, const RowGroup& b) { return a.count > b.count; });
+  for (const Kernel<Args>& kernel : kernels_of(args)) {
+    if (!kernel.takes_runs || left.size() < 2) continue;
+    Planned planned;
+    SomeGroups some = take_groups(kernel, target, args, left, planned);
+    if (some.taken.size() > 1)
+      groups.push_back({.kernel = kernel.name, .planned = std::move(planned), .passed_over = {}});
+    else
+      alone.insert(alone.end(), some.taken.begin(), some.taken.end());
+    left = std::move(some.left);
+  }
+  alone.insert(alone.end(), left.begin(), left.end());
+  for (const RowGroup& group : alone) {
     const Args part = part_of(args, group);
     CF_TRY_ASSIGN(Choice choice, choose_from(kernels_of(part), target, part));
     groups.push_back(std::move(choice));
   }
   if (groups.size() == 1) return std::move(groups.front());
-  const auto text = [groups] {
-    std::string all;
-    for (const Choice& c : groups) all += (all.empty() ? "" : "; ") + std::string(c.kernel) + ": " + c.planned.text();
-    return all;
+  const auto all = std::make_shared<const std::vector<Choice>>(std::move(groups));  // plans with tables are large
+  const auto text = [all] {
+    std::string text;
+    for (const Choice& c : *all) text += (text.empty() ? "" : "; ") + std::string(c.kernel) + ": " + c.planned.text();
+    return text;
   };
-  const auto prepare = [groups](LaunchList& launches) -> Status {
-    for (const Choice& c : groups) CF_TRY(c.planned.prepare(launches));
+  const auto prepare = [all](LaunchList& launches) -> Status {
+    for (const Choice& c : *all) CF_TRY(c.planned.prepare(launches));
     return {};
   };
   return Choice{.kernel = "one for each group of runs", .planned = {{}, text, prepare}, .passed_over = {}};

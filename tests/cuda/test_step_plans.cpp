@@ -337,8 +337,8 @@ TEST_CASE("A step of runs has few launches of attention, and no op that would re
     if (std::holds_alternative<ops::Attention::Args>(n.node.call)) {
       const std::string text = n.choice.planned.text();
       INFO(text);
-      CHECK(text.starts_with("attention_decode: "));
-      CHECK(text.find("; attention_wgmma: ") != std::string::npos);
+      CHECK(text.starts_with("attention_wgmma: "));
+      CHECK(text.find("; attention_decode: ") != std::string::npos);
     }
 }
 
@@ -391,6 +391,13 @@ TEST_CASE("Attention takes prompts of many lengths, pages and windows by the pro
   CHECK(of_mixed.starts_with("attention_wgmma_runs: 1 launches, 2 runs"));
   CHECK(of_mixed.find("; attention_prefill_runs: 1 launches, 2 runs") != std::string::npos);
   CHECK(of_mixed.find("; attention_decode_runs: ") != std::string::npos);
+  // A lone long prompt keeps its kernel, and those beside it theirs.
+  const std::vector<RowRun> one_long{{0, 0, 100}, {3, 100, 1}, {1, 101, 1}, {4, 102, 20}, {6, 122, 22}, {5, 144, 2}};
+  const std::string of_one_long = text_of(h200, 80, one_long, 0, {}, 2048);
+  INFO(of_one_long);
+  CHECK(of_one_long.starts_with("attention_prefill_runs: 1 launches, 2 runs"));
+  CHECK(of_one_long.find("; attention_decode_runs: ") != std::string::npos);
+  CHECK(of_one_long.find("3 runs, 1 launches; attention_wgmma: ") != std::string::npos);
   CHECK(text_of(h200, 80, lone, 96, {}, 256) ==
         "attention: cuda takes pages of a multiple of 64 entries up to 1024, got 96");
 }

@@ -135,12 +135,14 @@ std::string to_string(const PrefillRunsPlan& p) {
 
 WgmmaRunsPlan wgmma_runs_plan(const Arch& arch, std::int64_t head_dim, RowRuns runs, std::int64_t group,
                               std::int64_t kv_heads) {
-  const std::vector<PrefillTable> one = prefill_tables(runs, group, kWgmmaQueryRows),
-                                  two = prefill_tables(runs, group, 2 * kWgmmaQueryRows);
-  const std::int64_t of_one = blocks_of(one), of_two = blocks_of(two);
-  const bool fills = of_two * kv_heads >= arch.sm_count && 4 * of_one >= 3 * 2 * of_two;
-  const int warpgroups = fills ? 2 : 1;
-  return {warpgroups, wgmma_plan_of(warpgroups, head_dim, 1).smem_bytes, fills ? two : one};
+  std::int64_t of_one = 0, of_two = 0;  // blocks
+  for (const RowRun& run : runs) {
+    of_one += row_blocks_of(run, group, kWgmmaQueryRows);
+    of_two += row_blocks_of(run, group, 2 * kWgmmaQueryRows);
+  }
+  const int warpgroups = of_two * kv_heads >= arch.sm_count && 4 * of_one >= 3 * 2 * of_two ? 2 : 1;
+  return {warpgroups, wgmma_plan_of(warpgroups, head_dim, 1).smem_bytes,
+          prefill_tables(runs, group, warpgroups * kWgmmaQueryRows)};
 }
 
 Result<WgmmaPlan> plan_attention_wgmma(const Target& target, const ops::Attention::Args& a) {
