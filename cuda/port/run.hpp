@@ -10,7 +10,7 @@ using ops::AppendRows;
 using ops::TokenRows;
 
 /// The ops of port.def, checked and launched as cuda/ops/run.hpp says of those that programs have.
-///   append_rows  a row of a head is a multiple of 16 bytes; kv_len is not read, since the rows say the new entry
+///   append_rows  a head's row is a multiple of 16 bytes; kv_len is not read: `rows.last` says which entry is new
 #define CF_OP(Op)                             \
   Status run(const ops::Op::Args&, Context&); \
   Status prepare(const ops::Op::Args&, LaunchList&);

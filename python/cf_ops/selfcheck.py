@@ -209,7 +209,8 @@ def _check_transformers() -> list[Row]:
         import torch  # type: ignore[import-not-found, unused-ignore]
         import transformers  # type: ignore[import-not-found, unused-ignore]
 
-        kind, config_kind = transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig
+        kind: Any = transformers.GPTNeoXForCausalLM
+        config_kind: Any = transformers.GPTNeoXConfig
     except Exception:  # an incomplete installation may raise anything
         return []
     if not hf.is_new_enough(transformers.__version__):

@@ -41,6 +41,19 @@ CONFIGS = {
     "llama": GATED,
     "mistral": GATED | {"sliding_window": None},
     "qwen2": GATED,
+    "qwen3": GATED | {"head_dim": 8},
+    "stablelm": GATED,
+    "gpt2": {
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_inner": 24,
+        "vocab_size": 32,
+        "n_positions": 64,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
 }
 
 LLAMA3 = {
@@ -52,28 +65,38 @@ LLAMA3 = {
 }
 ROPES = [None, {}, {"rope_type": "default", "rope_theta": 500.0}, {"rope_theta": 20.0, **LLAMA3}]
 VALUES = {
+    "activation_function": ["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "relu"],
+    "add_cross_attention": [True, False],
     "attention_bias": [True, False],
     "head_dim": [None, 4, 8, 16],
     "hidden_act": ["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "relu"],
     "layer_norm_eps": [1e-5, 0.5],
+    "layer_norm_epsilon": [1e-5, 0.5],
     "layer_types": [None, ["full_attention"] * 2, ["full_attention", "sliding_attention"]],
     "max_position_embeddings": [8, 64],
     "max_window_layers": [0, 1, 28],
     "mlp_bias": [True, False],
+    "n_head": [1, 2, 4],
+    "n_inner": [None, 24, 64],
     "num_attention_heads": [1, 2, 4],
     "num_key_value_heads": [None, 1, 2],
     "original_max_position_embeddings": [4, 8],
     "partial_rotary_factor": [0.25, 0.5, 1.0],
+    "qk_layernorm": [True, False],
+    "reorder_and_upcast_attn": [True, False],
     "rms_norm_eps": [1e-6, 0.5],
     "rope_parameters": [*ROPES, {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}],
     "rope_scaling": [*ROPES, {"type": "linear", "factor": 2.0}, {"type": "default"}, LLAMA3],
     "rope_theta": [10.0, 500.0, 10000.0],
     "rotary_emb_base": [10, 500.0],
     "rotary_pct": [0.25, 0.5, 1.0],
+    "scale_attn_by_inverse_layer_idx": [True, False],
+    "scale_attn_weights": [True, False],
     "sliding_window": [None, 4, 10, 64],
     "tie_word_embeddings": [True, False],
     "torch_dtype": ["float32", "float16"],
     "use_parallel_residual": [True, False],
+    "use_qkv_bias": [True, False],
     "use_sliding_window": [True, False],
 }
 if not HAS_ROPE_PARAMETERS:

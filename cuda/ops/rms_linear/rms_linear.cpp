@@ -28,8 +28,8 @@ Result<GptqPlan> plan_of(const Target& target, const Args& a, const AnyView<2>& 
     return not_taken("rows in the op's order and of an even number, and a bias of y's dtype", "others");
   const GptqSizes sizes = gptq_sizes(layout, tokens);
   if (!sizes.one_token) return not_taken("weights that the kernels of one token take", "others");
-  // One stage is requested early, with many tiles, too: the loads of the token, for which all warps wait, queue behind
-  // early stages.
+  // However many tiles there are, one stage alone is requested early. All warps wait for the token, whose loads queue
+  // behind early stages.
   const GptqPlan plan = gptq_plan(target.arch, sizes, tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm,
                                   {.bytes = kRmsStaticBytes}, target.arch.tuning->packed_ahead);
   if (plan.grid == 0) return not_taken("products whose columns fit one cluster", std::to_string(hidden) + " columns");

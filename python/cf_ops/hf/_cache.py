@@ -75,7 +75,7 @@ class RunnerCache(Cache):  # type: ignore[misc, unused-ignore]
     to_legacy_cache = None
 
     def __init__(self, patch: Owner, spare_entries: int | None) -> None:
-        self.layers = [_Layer()] * patch.num_layers
+        self.layers: list[Any] = [_Layer()] * patch.num_layers
         self.lock = threading.Lock()
         self.patch: Owner | None = patch
         self.ids: list[list[int]] = []  # by sequence, without padding
@@ -185,7 +185,7 @@ class RunnerCache(Cache):  # type: ignore[misc, unused-ignore]
             return int(self.theirs.get_seq_length())
         return self.pads[0] + len(self.ids[0]) if self.ids else 0
 
-    def get_max_length(self, layer_idx: int | None = None) -> int | None:
+    def get_max_length(self, layer_idx: int | None = None) -> Any:
         return None if _CROPS_TO_LENGTH else -1
 
     get_max_cache_shape = get_max_length

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch  # type: ignore[import-not-found, unused-ignore]
 from transformers.cache_utils import Cache  # type: ignore[import-not-found, unused-ignore]
-from transformers.generation import (  # type: ignore[import-not-found, unused-ignore]
+from transformers.generation import (  # type: ignore[attr-defined, import-not-found, unused-ignore]
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
     MaxLengthCriteria,
@@ -178,7 +178,8 @@ class TokenLoop:
             self.streamer.end()
         if not self.config.return_dict_in_generate:
             return ids
-        return GenerateDecoderOnlyOutput(sequences=ids, **kept, **{_CACHE_FIELD: steps.cache})
+        fields: dict[str, Any] = {**kept, _CACHE_FIELD: steps.cache}
+        return GenerateDecoderOnlyOutput(sequences=ids, **fields)
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,8 @@ class Patch:
         except _Fallback as fallback:
             return self._forward_theirs(model, arguments, str(fallback))
         self.count(generation, call.kind)
-        output = CausalLMOutputWithPast(logits=logits, **{_CACHE_FIELD: cache if call.use_cache else None})
+        kept: dict[str, Any] = {_CACHE_FIELD: cache if call.use_cache else None}
+        output = CausalLMOutputWithPast(logits=logits, **kept)
         return output if call.return_dict else output.to_tuple()
 
     def generate(self, model: Model, given: dict[str, Any]) -> Any:
@@ -273,7 +274,7 @@ class Patch:
 
     def _check_model(self, model: Model, generation: Generation | None) -> Loaded:
         """Refuses a model that does more than its modules' own arithmetic now."""
-        if torch.jit.is_tracing():
+        if _is_traced():
             raise _Fallback("torch.jit traces the model")
         if generation is not None and generation.mode not in _MODES:
             raise _Fallback(f"generation mode {generation.mode}")
@@ -480,7 +481,7 @@ class _Steps:
             return False
         if cache.patch is not self._patch or self._patch.last_loaded is not loaded or loaded.backend is None:
             return False
-        if model.training or torch.jit.is_tracing() or torch.is_autocast_enabled(loaded.device.type):
+        if model.training or _is_traced() or torch.is_autocast_enabled(loaded.device.type):
             return False
         return not any(getattr(model.config, name, False) for name in _OUTPUTS)
 
@@ -645,6 +646,11 @@ def _has_own_methods(model: Model) -> bool:
     return any(inspect.isroutine(getattr(stock, name, None)) for name in own)
 
 
+def _is_traced() -> bool:
+    """Whether torch.jit records what runs now."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
+
+
 def _syncs_by_itself() -> bool:
     """Whether generate() keeps in step with other processes. Models of FSDP have modules that no runner takes."""
     distributed = torch.distributed
@@ -654,7 +660,7 @@ def _syncs_by_itself() -> bool:
         is_deepspeed_zero3_enabled,
     )
 
-    return bool(is_deepspeed_zero3_enabled())
+    return bool(is_deepspeed_zero3_enabled())  # type: ignore[no-untyped-call, unused-ignore]
 
 
 @functools.cache
