@@ -228,6 +228,8 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   CF_TRY_ASSIGN(s.told, make_pinned(o.slots));
   CF_TRY_ASSIGN(s.prompt_copied, make_event());
   CF_TRY_ASSIGN(s.handover, make_event());
+  CF_TRY_ASSIGN(s.crossing, make_event());
+  CF_TRY_ASSIGN(s.side, make_stream());
   Status prepared = s.prepare_layers();
   if (!o.impl && prepared.code() == Code::unimplemented) {
     // What the persistent kernel does not take, such as more blocks than the device holds at once, the graph does.

@@ -117,9 +117,12 @@ Status Model::State::pass(const Pieces& pieces) {
   std::vector<LayerCache> caches;
   ModelTensors t = tensors(0, {.batch = options.slots, .q_len = longest, .mixed = tokens}, arrays, no_logits, caches);
   t.layer.runs = table;
-  // The runs of a pass with running tokens seldom come again, and these do not wait for a graph to be made.
-  if (std::ranges::any_of(pieces, [](const Piece& p) { return p.is_running; })) {
-    CF_TRY(put(t));
+  // The runs of a pass with running tokens seldom come again, and these do not wait for a graph to be made. A graph
+  // takes as long to make as two long passes, which gain little.
+  constexpr std::int64_t most_of_graph = 1024;
+  const std::int64_t running = std::ranges::count_if(pieces, [](const Piece& p) { return p.is_running; });
+  if (running > 0 || tokens > most_of_graph) {
+    CF_TRY(put(t, running));
   } else {
     ChunkKey key{.runs = {}, .logits = nullptr, .rows = 0, .is_pass = true};
     for (const Run& r : runs) key.runs.emplace_back(r.sequence, r.count);

@@ -148,8 +148,11 @@ struct Model::State final : PipelineDevice, OwnTensors {
                       stream.get()));
     return from_cuda(cudaEventRecord(prompt_copied.get(), stream.get()), "cudaEventRecord");
   }
-  /// Puts the launches of these tensors onto the stream, a layer's as soon as they are prepared.
-  Status put(const ModelTensors& t);
+  /// Puts the launches of these tensors onto the stream, a layer's as soon as they are prepared. The first `running` runs
+  /// are running sequences' tokens.
+  Status put(const ModelTensors& t, std::int64_t running = 0);
+  /// Lets a stream's next work wait for what another one has.
+  Status wait_for(CUstream_st* waits, CUstream_st* goes_first);
   /// What a chunk's launches depend on: the slots and tokens of its runs, and where its logits go.
   struct ChunkKey {
     std::vector<std::pair<std::int64_t, std::int64_t>> runs;
@@ -287,7 +290,8 @@ struct Model::State final : PipelineDevice, OwnTensors {
   std::vector<std::size_t> seen_size;  // by slot: the size of the history that `seen` holds, or 0
   Pinned pinned_prompt;
   Pinned told;  // by slot: the choice that is on its way, or that was made last
-  Event prompt_copied, handover;
+  Stream side;  // what runs beside the stream's work
+  Event prompt_copied, handover, crossing;
 
   std::vector<LaunchList> sample;  // by the logits' buffer
   /// The steps so far, by their start, where their logits go, and their slots.

@@ -1,5 +1,6 @@
 #include "cuda/ops/rope/rope.hpp"
 
+#include "cuda/ops/appended_row.hpp"
 #include "cuda/runtime/refusals.hpp"
 
 namespace cf::cuda {
@@ -26,6 +27,7 @@ Result<RopePlan> plan_rope_append(const Target& target, const ops::RopeAppend::A
 }
 
 Result<TableLaunches<RopePlan>> plan_rope_append_runs(const Target& target, const ops::RopeAppend::Args& a) {
+  CF_TRY(check_cache_rows(a));
   CF_TRY_ASSIGN(const RopePlan plan, plan_of(target, a));
   const auto d = ops::RopeAppend::dims(a);
   return TableLaunches<RopePlan>{plan, run_tables(table_of(a.runs, d.batch, d.q_len))};

@@ -14,6 +14,7 @@ struct RowsOfTokens {
   const RopeOutput& out;
 
   __device__ void begin(long) {}
+  __device__ void locate(long) {}
   __device__ HeadRows<T> of(long token, int part, int head) const {
     void* const to = part == 0 ? out.q : part == 1 ? out.k : out.v;
     return token_rows<T>(to, token, head, part == 0 ? in.heads : in.kv_heads, in.head_dim);

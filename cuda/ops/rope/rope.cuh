@@ -84,6 +84,7 @@ __device__ void turn(const RopeInput& a, long token, int column, uint4* vectors,
 
 /// One unit of a token, which all threads of a block have in common. A thread loads its part of all heads before it stores any. `rows` has
 ///   begin(token)                 loads what says where the token goes
+///   locate(token)                loads what follows from that, while the heads are on their way
 ///   of(token, part, first_head)  the HeadRows of a part from a head on
 template <class T, int Heads, ops::QkvLayout Layout, class Rows>
 __device__ void rope_unit(const RopeInput& a, const RopePlan& plan, long token, Rows rows) {
@@ -113,6 +114,7 @@ __device__ void rope_unit(const RopeInput& a, const RopePlan& plan, long token, 
   rows.begin(token);
   uint4 vectors[Heads];
   for_each_head([&](int i) { vectors[i] = load_raw(x(i) + column); });
+  rows.locate(token);
   if (unit.turns) turn<T>(a, token, column, vectors, for_each_head, x);
   const HeadRows<T> to = rows.of(token, unit.part, first_head);
   if (!to.first) return;

@@ -1,7 +1,15 @@
+#include "core/cache_view.hpp"
 #include "cuda/ops/rope/rope_append.cuh"
 
 namespace cf::cuda {
 namespace {
+
+/// The rows of consecutive heads of an entry of a cache, from the first one's place in the stack of matrices on. Numbers
+/// of matrices and of entries have 32 bits, which makes shorter products.
+template <class T>
+__device__ HeadRows<T> rows_in(T* cache, const CacheView::MatrixRow& at, long head_stride, int head_dim) {
+  return {cache + int(at.matrix) * head_stride + long(int(at.row)) * head_dim, head_stride};
+}
 
 /// Queries go to q, keys and values to the token's entry of its sequence's cache, and nowhere where a cache has no room
 /// for kv_len.
@@ -19,6 +27,7 @@ struct RowsOfCache {
     sequence = q_len == 1 ? int(token) : int(token) / q_len;
     kv_len = out.kv_len[sequence];
   }
+  __device__ void locate(long) {}
   __device__ HeadRows<T> of(long token, int part, int head) const {
     if (part == 0) return token_rows<T>(out.q, token, head, in.heads, in.head_dim);
     const int entry = cache.appended_entry(kv_len, q_len, int(token) - sequence * q_len);
