@@ -322,7 +322,8 @@ TEST_CASE("passes on the GPU: a thousand sequences in 1,024 slots, twice the sam
   }
 }
 
-TEST_CASE("passes on the GPU: between two passes a call can be ended, and the slots serve again", "[gpu][passes]") {
+TEST_CASE("passes on the GPU: between two passes a call can be ended, and the slots serve again",
+          "[gpu][passes][small][library]") {
   const Small small;
   const auto model = small.model({.slots = 4, .capacity = 96, .chunk = 32});
   const Prompts prompts({ids_of(30, 1), ids_of(30, 2), ids_of(30, 3), ids_of(2, 4)});
