@@ -62,6 +62,23 @@ TEST_CASE("pages on the GPU: logits are the oracle's within the budget, across p
   check_rows(rows, reference, 185);
 }
 
+TEST_CASE("pages on the GPU: steps have the bits of a contiguous cache's", "[gpu][model][pages]") {
+  const auto [dtype, gated] =
+      GENERATE(table<DType, bool>({{DType::f16, false}, {DType::bf16, true}, {DType::f32, true}}));
+  CAPTURE(to_string(dtype), gated);
+  const Small small(dtype, {}, gated ? gated_config() : small_config());
+  const Ids ids = ids_of(140, 3);
+  Model::Options options{.slots = 3, .capacity = 192, .impl = Impl::graph};
+  const auto contiguous = small.model(options);
+  options.pages = 7;
+  const auto paged = small.model(options);
+  require_ok(paged->prefill(0, 0, ids_of(5, 1)));  // takes the first page
+  std::vector<std::string> expected, got;
+  feed(*contiguous, 2, ids, 1, [&](std::int64_t) { expected.push_back(bits(taken(contiguous->logits(2)))); });
+  feed(*paged, 2, ids, 1, [&](std::int64_t) { got.push_back(bits(taken(paged->logits(2)))); });
+  CHECK(std::ranges::mismatch(got, expected).in1 == got.end());
+}
+
 TEST_CASE("pages on the GPU: a fork shares pages until one of the two writes, and leaves the other its bits",
           "[gpu][model][pages]") {
   const Small small;

@@ -121,3 +121,25 @@ TEST_CASE("streams on the GPU: what is none is refused by name", "[gpu][model][s
   CHECK(refused(Small(DType::f16, {}, m), {.window = 40}, Code::invalid_argument,
                 "expected at most the config's sliding_window 32 in all, got 40") == "");
 }
+
+TEST_CASE("pages and streams on the GPU: whole models for compute-sanitizer", "[gpu][model][pages][stream][small]") {
+  const Small small(DType::f16, {}, small_config(1));
+  const Ids ids = ids_of(70, 3);
+  const auto paged = small.model({.slots = 2, .capacity = 128, .chunk = 32, .impl = Impl::graph, .pages = 4});
+  require_ok(paged->prefill(0, 0, std::span(ids).first(63)));
+  require_ok(paged->fork(0, 1, 60));
+  const std::vector<Model::Token> tokens{{.slot = 0, .id = 5, .position = 63}, {.slot = 1, .id = 6, .position = 60}};
+  require_ok(paged->step(tokens));
+  CHECK(paged->length(1) == 61);
+  Ids branch(ids.begin(), ids.begin() + 60);
+  branch.push_back(6);
+  check_rows(row_of(*paged, 1), reference_of(small, branch), 60);
+  const auto stream = small.model({.slots = 2, .chunk = 8, .impl = Impl::graph, .window = 12, .sinks = 2});
+  const Reference reference = stream_of(small, ids, {.keys = 12, .sinks = 2});
+  require_ok(stream->prefill(1, 0, std::span(ids).first(40)));
+  for (std::int64_t p = 40; p < 44; ++p) {
+    const Model::Token token{.slot = 1, .id = ids[std::size_t(p)], .position = p};
+    require_ok(stream->step(std::span(&token, 1)));
+  }
+  check_rows(row_of(*stream, 1), reference, 43);
+}
