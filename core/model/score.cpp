@@ -282,7 +282,7 @@ Result<Scorer> Scorer::create(std::shared_ptr<SlotLease> slots, std::vector<Scor
   state->readers.resize(std::size_t(slots->slots()));
   state->slots = std::move(slots);
   state->prompts = std::move(prompts);
-  const ScoreSizes sizes = runner->score_sizes(slots->slots(), options.top);
+  const ScoreSizes sizes = runner->score_sizes(state->slots->slots(), options.top);
   state->options = {.piece = options.piece ? options.piece : sizes.piece, .top = options.top};
   state->most_rows = std::max(state->options.piece, sizes.rows);
   state->scores.resize(state->prompts.size());
