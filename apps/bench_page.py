@@ -7,6 +7,7 @@ Every table names its files, with the commit of their figures. The commands stan
 GPU.
 """
 
+import itertools
 import os
 import re
 import shlex
@@ -208,6 +209,29 @@ def batches(figures):
     if not rows:
         return ["Not recorded."]
     return [*table(["sequences at once", "`graph` [ms]", "`persistent` [ms]"], rows), "", figures.sources(sources)]
+
+
+def same_bits(figures):
+    """Models with --invariant beside the same models without, each pair of one run."""
+    rows, sources = [], []
+    for model, kind in itertools.product((*MODELS, *LLAMAS), ("", "-h100")):
+        names = f"model-{model}-invariant{kind}", f"model-{model}-invariant-off{kind}"
+        invariant, plain = (figures[name] for name in names)
+        if not (invariant and plain):
+            continue
+        sources += names
+        without = {(r["slots"], r["prompt_len"]): r for r in plain["results"]}
+        for with_it in invariant["results"]:
+            key = with_it["slots"], with_it["prompt_len"]
+            if not (other := without.get(key)):
+                continue
+            times = []
+            for time in ("ttft_ms", "tpot_ms"):
+                ratio = with_it[time] / other[time]
+                times += [f"{other[time]:.2f}", f"{with_it[time]:.2f} ({ratio:.2f}x)"]
+            rows.append([model, *map(str, key), *times])
+    headers = ["model", "slots", "prompt", "TTFT [ms]", "invariant", "TPOT [ms]", "invariant"]
+    return [*table(headers, rows), "", figures.sources(sources)] if rows else ["Not recorded."]
 
 
 def quantised(figures):
@@ -536,6 +560,14 @@ All layers, kv_len 128. All sequences' products read the weights once.
 
 {batches}
 
+## The price of the same bits
+
+`cf-model bench` with `--invariant` and without. With it a token's bits are the same in chunks of any size, beside any
+neighbours and with any number of slots ([which kernels](../../cuda/ops/linear/README.md#the-same-bits)). The prompts of
+all slots are read together.
+
+{same_bits}
+
 ## Quantised weights
 
 GPTQ of 4 bits, kv_len 128. The four products of a layer run in a graph of 32 layers, those side by side that do not
@@ -628,8 +660,8 @@ def contents(text):
 
 
 def page(figures):
-    parts = (ways_to_step, gpu_model, python, quality, batches, quantised, ablation, growth, peers, cpu_model, cpu_busy,
-             commands)  # fmt: skip
+    parts = (ways_to_step, gpu_model, python, quality, batches, same_bits, quantised, ablation, growth, peers, cpu_model,
+             cpu_busy, commands)  # fmt: skip
     made = {part.__name__: "\n".join(part(figures)) for part in parts}
     text = PAGE.format(**made, gpu=figures.gpu, commits=commits(figures), contents=contents(PAGE))
     code, lines = False, []

@@ -913,6 +913,21 @@ class Tables(Files):
         (of_op,) = programs.op_rows({"op": "rope", "results": [result]}, "pythia-2.8b")
         self.assertEqual(plot_bench.cell(of_op, "rope", None), "1.00 (200 %: fits the L2)")
 
+    def test_an_invariant_model_stands_beside_the_same_without(self):
+        self.assertEqual(bench_page.same_bits(bench_page.Figures(self.directory)), ["Not recorded."])
+        row = {"slots": 8, "prompt_len": 128, "ttft_ms": 10.0, "tpot_ms": 2.0}
+        report = {"gpu": "a GPU", "commit": "abc", "command": "cf-model bench", "results": [row]}
+        others = [row | {"ttft_ms": 12.5, "tpot_ms": 3.0}, row | {"slots": 9}]
+        self.write("model-pythia-2.8b-invariant-off-h100.json", json.dumps(report))
+        self.write("model-pythia-2.8b-invariant-h100.json", json.dumps(report | {"results": others}))
+        lines = bench_page.same_bits(bench_page.Figures(self.directory))
+        self.assertEqual(lines[2:], [
+            "| pythia-2.8b | 8 | 128 | 10.00 | 12.50 (1.25x) | 2.00 | 3.00 (1.50x) |",
+            "",
+            "[`model-pythia-2.8b-invariant-h100.json`](model-pythia-2.8b-invariant-h100.json); "
+            "[`model-pythia-2.8b-invariant-off-h100.json`](model-pythia-2.8b-invariant-off-h100.json).",
+        ])  # fmt: skip
+
     def test_a_line_is_that_of_least_squares(self):
         self.assertEqual(plot_bench.line_of([(1, 3.0), (2, 5.0), (3, 7.0)]), (2.0, 1.0, 0.0))
         slope, intercept, farthest = plot_bench.line_of([(0, 0.0), (1, 3.0), (2, 0.0)])
