@@ -110,9 +110,12 @@ class ModelRunner {
   /// the host score them; a backend may do without.
   virtual Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
                                               const ScoreRequest& request);
-  /// The sizes of such calls that ask for `top` likely ids. The CPU reads longer pieces no faster: a prompt of 512 ids
-  /// goes through Pythia-160M at 238 ids/s in pieces of 64, at 269 of 128, 273 of 256, 265 of 512.
-  virtual ScoreSizes score_sizes([[maybe_unused]] std::int64_t top) const { return {}; }
+  /// The sizes of such calls for prompts in so many slots, of which `top` likely ids are asked for. The CPU reads longer
+  /// pieces no faster: a prompt of 512 ids goes through Pythia-160M at 238 ids/s in pieces of 64, at 269 of 128, 273 of
+  /// 256, 265 of 512.
+  virtual ScoreSizes score_sizes([[maybe_unused]] std::int64_t slots, [[maybe_unused]] std::int64_t top) const {
+    return {};
+  }
 
   /// Chooses the next id of each draw's slot. A choice that fails, for example among logits that are NaN, has a Status
   /// of its own.

@@ -92,7 +92,7 @@ class Model final : public ModelRunner {
   /// ids, all rows' logits go to the host.
   Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
                                       const ScoreRequest& request) override;
-  ScoreSizes score_sizes(std::int64_t top) const override;
+  ScoreSizes score_sizes(std::int64_t slots, std::int64_t top) const override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override;

@@ -30,6 +30,8 @@ std::vector<T> values_in(std::span<const std::int32_t> words, std::int64_t at, s
 class Model::State::ScoreCall {
  public:
   ScoreCall(State& state, const ScoreRequest& request) : s_(state), request_(request) {
+    asked_.reserve(request.next.size());
+    next_end_.reserve(request.next.size());
     for (const std::vector<std::int32_t>& ids : request.next) {
       asked_.insert(asked_.end(), ids.begin(), ids.end());
       next_end_.push_back(std::int32_t(asked_.size()));
@@ -141,6 +143,7 @@ Result<std::vector<RowScore>> Model::State::ScoreCall::finish() {
   if (held_ > 0) CF_TRY(score_held());
   std::vector<RowScore> scores;
   if (rows() == 0) return scores;
+  scores.reserve(std::size_t(rows()));
   std::vector<std::int32_t> words(static_cast<std::size_t>(answer_words()));
   CF_TRY(copy_to_host(s_.context, words.data(), answers_.data, words.size() * sizeof(std::int32_t)));
   const std::vector<RowSum> sums = values_in<RowSum>(words, 0, rows());
@@ -188,9 +191,10 @@ Status Model::State::score(std::span<const StepPart> prompts, ScoreCall& call) {
   return {};
 }
 
-ScoreSizes Model::score_sizes(std::int64_t top) const {
-  constexpr std::int64_t piece = 512;
-  // On the device more rows take memory for their answers alone. Without a break the host is waited for less often.
+ScoreSizes Model::score_sizes(std::int64_t slots, std::int64_t top) const {
+  // Pieces of all slots make up a pass of 2048 tokens, with which products are fastest. Shorter ones are shared by more.
+  const std::int64_t piece = std::clamp<std::int64_t>(2048 / slots, 512, 2048);
+  // On the device more rows take memory for their answers alone. With few breaks the host is waited for less often.
   return {.piece = piece, .rows = top > kMostLikely ? piece : 8192};
 }
 

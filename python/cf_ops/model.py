@@ -423,9 +423,10 @@ class Model:
 
         top: how many of the most likely ids are named beside each scored one. slots: prompts that a step reads side by
         side; where it is None 1 on the CPU, and as many as are free on a GPU. Prompts that begin with the same ids have
-        whole pieces of them read once: of 128 ids on the CPU, of 512 on a GPU. What a prompt is given does not depend
-        on the other prompts; on a GPU with more than one slot to rounding, or with `invariant` to the last bit. A
-        prompt that fails says so in its result; the others go on. On a terminal stderr shows how far the work has come.
+        whole pieces of them read once: of 128 ids on the CPU, on a GPU of 2048 with one slot and of 512 with four or
+        more. What a prompt is given does not depend on the other prompts; on a GPU with more than one slot to rounding,
+        or with `invariant` to the last bit. A prompt that fails says so in its result; the others go on. On a terminal
+        stderr shows how far the work has come.
 
         Raises ValueError for a prompt of fewer than two ids, with ids outside the vocabulary or longer than the model
         or its capacity takes, for a `first` outside 1 to the prompt's last position, and for more slots than are free;

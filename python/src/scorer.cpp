@@ -113,7 +113,8 @@ void bind_scorer(nb::module_& m) {
            nb::sig("def begin(self, prompts: collections.abc.Sequence[tuple[object, int]], *, piece: int = 0, "
                    "top: int = 0) -> None"),
            "Takes prompts (ids, first), whose ids from the position `first` on are scored, in place of those before. "
-           "A step reads up to `piece` ids of a prompt; with 0, 128 on the CPU and 512 on a GPU. Raises ValueError for "
+           "A step reads up to `piece` ids of a prompt; with 0, 128 on the CPU, on a GPU 2048 over the slots, but 512 "
+           "at least. Raises ValueError for "
            "fewer than two ids, ids outside the vocabulary, more than the capacity and one more, and `first` outside "
            "1 .. ids - 1.")
       .def("step", &PythonScorer::step, "Makes one step of the model.")

@@ -83,7 +83,7 @@ class Toy final : public ModelRunner {
   void watch(Visit) override {}
   void check_between(Check) override {}
   Status fetch(const SiteTensor&, void*) override { return {}; }
-  ScoreSizes score_sizes(std::int64_t) const override { return sizes; }
+  ScoreSizes score_sizes(std::int64_t, std::int64_t) const override { return sizes; }
 
   ScoreSizes sizes{};
   std::int64_t most_rows = 0, ids_read = 0;

@@ -367,20 +367,10 @@ void check_rows(const std::vector<std::string>& got, const std::vector<std::stri
 
 }  // namespace
 
-TEST_CASE("an invariant model on the GPU: a token's logits have the same bits in chunks, by steps and beside others",
-          "[gpu][classes][model]") {
-  const auto [name, small] = GENERATE(table<std::string, Small>({
-      {"GPT-NeoX", {model_of(4, 64, 16, 512), DType::f16}},
-      {"GPT-NeoX, heads of 80", {model_of(2, 80, 20, 320), DType::bf16}},
-      {"GPT-NeoX, 4 bits", {model_of(4, 64, 16, 512), DType::f16, {.bits = 4, .group_size = 64}}},
-      {"GPT-NeoX, float32", {model_of(4, 64, 16, 512), DType::f32}},
-      {"Llama, grouped heads", {gated_model_of(ModelType::llama, 6, 2, 64, 256, 320), DType::bf16}},
-      {"Llama, 4 bits",
-       {gated_model_of(ModelType::llama, 6, 2, 64, 256, 320), DType::f16, {.bits = 4, .group_size = 64}}},
-      {"Qwen3", {gated_model_of(ModelType::qwen3, 6, 2, 64, 256, 320), DType::f16}},
-      {"GPT-2", {learned_model_of(4, 64, 512), DType::f16}},
-  }));
-  CAPTURE(name);
+namespace {
+
+/// Checks that a token's logits have the same bits in chunks, by steps and beside others.
+void check_invariant(const Small& small) {
   const Ids ids = ids_of(kLength, 3);
   const auto expected = logits_by_pieces(*small.model({.capacity = 96, .chunk = 96}), ids, ids.size());
   // Chunks: those of a prompt, and pieces that the caller makes.
@@ -403,6 +393,27 @@ TEST_CASE("an invariant model on the GPU: a token's logits have the same bits in
   for (std::int64_t slot = 0; slot < 64; ++slot)
     if (slot != 17) others.push_back(slot);
   check_rows(logits_by_steps(*small.model({.slots = 64, .capacity = 96}), ids, 20, 17, others), expected);
+}
+
+}  // namespace
+
+TEST_CASE("an invariant model on the GPU: a token's bits in chunks, by steps and beside others",
+          "[gpu][classes][model]") {
+  check_invariant({model_of(4, 64, 16, 512), DType::f16});
+  check_invariant({model_of(2, 80, 20, 320), DType::bf16});
+  check_invariant({learned_model_of(4, 64, 512), DType::f16});  // GPT-2
+}
+
+TEST_CASE("an invariant model on the GPU: the same of Llama and Qwen3", "[gpu][classes][model]") {
+  check_invariant({gated_model_of(ModelType::llama, 6, 2, 64, 256, 320), DType::bf16});
+  check_invariant({gated_model_of(ModelType::qwen3, 6, 2, 64, 256, 320), DType::f16});
+}
+
+TEST_CASE("an invariant model on the GPU: the same of weights of 4 bits, and in float32", "[gpu][classes][model]") {
+  const WeightFormat four_bits{.bits = 4, .group_size = 64};
+  check_invariant({model_of(4, 64, 16, 512), DType::f16, four_bits});
+  check_invariant({gated_model_of(ModelType::llama, 6, 2, 64, 256, 320), DType::f16, four_bits});
+  check_invariant({model_of(4, 64, 16, 512), DType::f32});
 }
 
 TEST_CASE("classes on the GPU: a prompt's logits have the same bits alone, in pieces and in one pass with others",

@@ -52,7 +52,29 @@ SequenceOptions options_of(std::size_t i, std::int64_t tokens, bool sampled = fa
 class Alone {
  public:
   Alone(const Small& small, const Model::Options& o)
-      : decoder_(small.model(o), {.step_tokens = 0}), sampled_(o.invariant) {}
+      : small_(small), decoder_(small.model(o), {.step_tokens = 0}), sampled_(o.invariant) {}
+
+  /// Expects a sequence's ids, or the first of them. With `invariant` they are those that it has alone. Without, the
+  /// first that is not must be as likely as the other one, within the error that the two together may have.
+  void check(const Ids& ids, const Ids& prompt, std::size_t i, std::int64_t tokens) {
+    const Ids& expected = (*this)(prompt, i, tokens);
+    REQUIRE(ids.size() <= expected.size());
+    const auto [ours, theirs] = std::mismatch(ids.begin(), ids.end(), expected.begin());
+    if (ours == ids.end()) return;
+    CAPTURE(i, prompt.size(), ids, expected);
+    REQUIRE(!sampled_);
+    Ids read = prompt;
+    read.insert(read.end(), ids.begin(), ours);
+    const Reference r = reference_of(small_, read);
+    const std::span logits(r.logits.as<double>(), std::size_t(r.logits.size())), last = logits.last(kVocab);
+    double largest = 0;
+    for (double x : logits) largest = std::max(largest, std::abs(x));
+    const double allowed = r.budget.rel_max * largest;
+    CHECK(std::abs(last[std::size_t(*ours)] - last[std::size_t(*theirs)]) <= 2 * allowed);
+    ++near_ties;
+  }
+  int near_ties = 0;
+
   const Ids& operator()(const Ids& prompt, std::size_t i, std::int64_t tokens) {
     const auto [found, is_new] = known_.try_emplace({prompt, i, tokens});
     if (is_new) {
@@ -65,6 +87,7 @@ class Alone {
   }
 
  private:
+  const Small& small_;
   Decoder decoder_;
   bool sampled_;  // every second sequence
   std::map<std::tuple<Ids, std::size_t, std::int64_t>, Ids> known_;
@@ -107,10 +130,11 @@ TEST_CASE("passes on the GPU: 1 to 300 prompts in one call are given the ids tha
     while (d.active()) taken(d.decode());
     for (std::size_t i = 0; i < sequences.size(); ++i) {
       CAPTURE(run, i, prompts.all[i].size());
-      CHECK(taken(d.ids(sequences[i])) == alone(prompts.all[i], i, kTokens));
+      alone.check(taken(d.ids(sequences[i])), prompts.all[i], i, kTokens);
       require_ok(d.drop(sequences[i]));
     }
   }
+  CHECK(alone.near_ties <= 1 + 2 * count / 50);
 }
 
 TEST_CASE(
@@ -210,7 +234,8 @@ TEST_CASE("passes on the GPU: running sequences get an id in each step while a p
   while (d.active()) taken(d.decode());
   for (std::size_t i = 0; i < prompts.size(); ++i) {
     CAPTURE(i);
-    CHECK(taken(d.ids(std::int64_t(i))) == alone(prompts[i], i, 12));
+    CHECK(taken(d.ids(std::int64_t(i))).size() == 12);
+    alone.check(taken(d.ids(std::int64_t(i))), prompts[i], i, 12);
   }
 }
 
@@ -237,12 +262,9 @@ TEST_CASE("passes on the GPU: in random schedules every sequence gets the ids th
     std::map<Decoder::Sequence, Sequence> living;
     const auto check = [&](Decoder::Sequence s) {
       const Sequence& l = living.at(s);
-      const Ids& expected = alone(l.prompt, l.i, l.tokens);
       const Ids ids = taken(d.ids(s));
-      CAPTURE(s, l.prompt.size(), l.i);
-      REQUIRE(ids.size() <= expected.size());
-      CHECK(ids == Ids(expected.begin(), expected.begin() + std::ptrdiff_t(ids.size())));
-      if (taken(d.finish(s)) == Finish::length) CHECK(ids.size() == expected.size());
+      alone.check(ids, l.prompt, l.i, l.tokens);
+      if (taken(d.finish(s)) == Finish::length) CHECK(std::int64_t(ids.size()) == l.tokens);
     };
     for (int n = 0; n < 24; ++n) {
       const std::uint32_t what = below(10);
@@ -265,6 +287,7 @@ TEST_CASE("passes on the GPU: in random schedules every sequence gets the ids th
     while (d.active()) taken(d.decode(1 + below(5)));
     for (const auto& [s, l] : living) check(s);
   }
+  CHECK(alone.near_ties < 20);
   CHECK(stopped > 20);
   CHECK(joined > 100);
 }
@@ -299,7 +322,8 @@ TEST_CASE("passes on the GPU: a thousand sequences in 1,024 slots, twice the sam
   }
 }
 
-TEST_CASE("passes on the GPU: between two passes a call can be ended, and the slots serve again", "[gpu][passes]") {
+TEST_CASE("passes on the GPU: between two passes a call can be ended, and the slots serve again",
+          "[gpu][passes][small][library]") {
   const Small small;
   const auto model = small.model({.slots = 4, .capacity = 96, .chunk = 32});
   const Prompts prompts({ids_of(30, 1), ids_of(30, 2), ids_of(30, 3), ids_of(2, 4)});

@@ -1,4 +1,5 @@
-// What the built kernels take of an SM: nothing in local memory, on no architecture. And the scripts that say so.
+// What the built kernels take of an SM: nothing in local memory, on no architecture. And the scripts that say so. Also
+// that no kernel's products on Hopper's tensor cores wait for each other, which ptxas tells and nothing else shows.
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -30,6 +31,8 @@ const char* const ptxas_log =
     "ptxas info    : Used 80 registers, used 1 barriers, 64 bytes cumulative stack size, 8192 bytes smem, 4 bytes "
     "cmem[2]\n"
     "ptxas info    : Compile time = 1.0 ms\n"
+    "ptxas info    : (C7513) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non wgmma "
+    "instructions defining input registers of a wgmma in the function '_ZN2cf4cuda12_GLOBAL__N_16kernelIfEEvi'\n"
     "ptxas info    : Compiling entry function '_Z5cleanv' for 'sm_120a'\n"
     "ptxas info    : Function properties for _Z5cleanv\n"
     "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
@@ -37,7 +40,7 @@ const char* const ptxas_log =
 
 }  // namespace
 
-TEST_CASE("no kernel keeps anything in local memory") {
+TEST_CASE("no kernel keeps anything in local memory, and none is serialized") {
   constexpr int most_static_smem_bytes = 48 << 10;
   const Json report = Json::parse(text_of(CF_RESOURCES));
   std::map<std::string, std::set<std::string>> archs_of;
@@ -47,6 +50,7 @@ TEST_CASE("no kernel keeps anything in local memory") {
     CHECK(k["stack_bytes"] == 0);
     CHECK(k["spill_store_bytes"] == 0);
     CHECK(k["spill_load_bytes"] == 0);
+    CHECK(k["serialized_wgmma"] == 0);
     CHECK(k["static_smem_bytes"] <= most_static_smem_bytes);
     CHECK(k["registers"] > 0);
   }
@@ -70,9 +74,11 @@ TEST_CASE("cuda_resources reads what ptxas says") {
   CHECK(r.err.empty());
   const Json expected = Json::parse(R"-([
     {"file": "a.cu", "kernel": "cf::cuda::kernel<float>(int)", "arch": "sm_90a", "registers": 80,
-     "static_smem_bytes": 8192, "stack_bytes": 64, "spill_store_bytes": 112, "spill_load_bytes": 70},
+     "static_smem_bytes": 8192, "stack_bytes": 64, "spill_store_bytes": 112, "spill_load_bytes": 70,
+     "serialized_wgmma": 1},
     {"file": "a.cu", "kernel": "clean()", "arch": "sm_120a", "registers": 8,
-     "static_smem_bytes": 0, "stack_bytes": 0, "spill_store_bytes": 0, "spill_load_bytes": 0}])-");
+     "static_smem_bytes": 0, "stack_bytes": 0, "spill_store_bytes": 0, "spill_load_bytes": 0,
+     "serialized_wgmma": 0}])-");
   CHECK(Json::parse(text_of(json))["kernels"] == expected);
   CHECK(text_of(text) ==
         "registers  static smem  stack spill stores spill loads  arch     kernel\n"
