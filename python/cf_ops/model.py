@@ -530,8 +530,8 @@ def load(
     count and which weights were cast.
 
     device: "cpu", or "cuda" or "cuda:1" for a GPU. A GPU gets a copy of the weights and a cache of `slots` (1) sequences
-    of `capacity` entries (2048, or those of all `pages`), and computes in the weights' own dtype. impl: how its steps are launched, "auto" for
-    the fastest that takes them, or "unfused", "graph", "split", "layer", "persistent".
+    of `capacity` entries (2048, or those of all `pages`), and computes in the weights' own dtype. impl: how its steps are
+    launched, "auto" for the fastest that takes them, or "unfused", "graph", "split", "layer", "persistent".
 
     On the CPU alone: activation: "float32" is the fast backend, "float64" the oracle. threads: the threads that all
     models of this process work with from now on; None leaves them as they are, at first one a core.
