@@ -434,7 +434,7 @@ def recorded_many(figures, name):
 
 
 def many(figures):
-    """Many sequences at once: prompts, running sequences, scores, the price of the same bits, and others beside."""
+    """Many sequences at once: prompts, a joiner, a thousand slots, scores, and Hugging Face beside."""
     lines = []
     for about, name in MANY:
         for file in recorded_many(figures, f"model-pythia-2.8b-{name}"):
@@ -509,8 +509,6 @@ MANY = (
         "prompts",
     ),
     ("1,024 sequences in as many slots.", "thousand"),
-    ("A step's bits may depend on how many tokens it has, within the classes that `cf-model info` names.", "classes"),
-    ("With `--invariant` they do not.", "invariant"),
     ("Log-probabilities of the last ids of texts, beside a prefill of the same ids in the same run.", "score"),
 )
 
