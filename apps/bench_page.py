@@ -441,7 +441,7 @@ def beside_others(figures):
 def gpu_model(figures):
     single = whole_models(figures, ("pythia-2.8b", "pythia-2.8b-gptq", "pythia-6.9b", *OTHER_FAMILIES))
     several = whole_models(figures, ("pythia-2.8b-slots", "pythia-2.8b-gptq-slots", "llama-3.1-8b-slots"))
-    lines = [*single, *["Several prompts go through the model one after the other.", ""] * bool(several), *several]
+    lines = [*single, *[PROMPTS_APART, ""] * bool(several), *several]
     if report := figures["load-pythia-2.8b"]:
         (sequence,) = report["sequences"]
         ms = 1e3 * sequence["first_token_s"]
@@ -450,6 +450,35 @@ def gpu_model(figures):
         lines += [f"{what}: {first}. {figures.sources(['load-pythia-2.8b'])}", ""]
     lines += beside_others(figures)
     return lines[:-1] or ["Not recorded."]
+
+
+def recorded_many(figures, name):
+    """The names of a record and of the one for another GPU, those that are there."""
+    return [file for file in (name, f"{name}-h100") if figures[file]]
+
+
+def many(figures):
+    """Many sequences at once: prompts, a joiner, a thousand slots, scores, and Hugging Face beside."""
+    lines = []
+    for about, name in MANY:
+        for file in recorded_many(figures, f"model-pythia-2.8b-{name}"):
+            lines += [about, "", *many_table(figures[file]["results"]), "", figures.sources([file]), ""]
+    for file in recorded_many(figures, "model-peers-pythia-2.8b-many"):
+        report = measured(figures[file])
+        lines += ["Beside Hugging Face, in one run.", "", *model_peers.table(report["results"]["model"]), ""]
+        lines += [f"With {versions(report)}: {figures.sources([file])}", ""]
+    return lines[:-1] or ["Not recorded."]
+
+
+def many_table(results):
+    """The rows of cf-model bench; with --score those have other columns."""
+    if "scored" not in results[0]:
+        return model_table(results)
+    names = {"prompt_len": "prompt", "scored": "ids scored", "slots": "slots", "texts": "texts", "score_ms": "score ms"}
+    names |= {"prefill_ms": "prefill ms", "percent_of_prefill": "of the prefill's ids a second"}
+    texts = {float: "{:.1f}".format, int: str}
+    rows = [[texts[type(r[key])](r[key]) + " %" * (key == "percent_of_prefill") for key in names] for r in results]
+    return table(list(names.values()), rows)
 
 
 def python(figures):
@@ -490,6 +519,21 @@ PEERS_OF_KERNELS = (
     "them. Lines are those of code, without blank ones and comments: of Triton's kernel with the function that "
     "launches it (`apps/peers/triton_kernels.py`), and of our kernel's file with all that it includes of its family and "
     "of `cuda/device`."
+)
+
+PROMPTS_APART = (
+    "Rows of several slots are of versions that read the prompts one after the other. Now they share passes: "
+    "[Many at once](#many-at-once)."
+)
+
+MANY = (
+    (
+        "64 prompts that are read together; TTFT is the time to the last one's first id. Then 63 sequences run when a "
+        "prompt of 2,048 ids joins: *stall* is the longest time that they wait for an id.",
+        "prompts",
+    ),
+    ("1,024 sequences in as many slots.", "thousand"),
+    ("Log-probabilities of the last ids of texts, beside a prefill of the same ids in the same run.", "score"),
 )
 
 BESIDE_OTHERS = (
@@ -536,6 +580,12 @@ host's clock.
 
 The second and the third token behind a short prompt take longer than the rest
 ([`first-tokens`](TRIALS.md#first-tokens)), and count in TPOT.
+
+## Many at once
+
+Pythia-2.8B, float16.
+
+{many}
 
 ## From Python
 
@@ -660,8 +710,8 @@ def contents(text):
 
 
 def page(figures):
-    parts = (ways_to_step, gpu_model, python, quality, batches, same_bits, quantised, ablation, growth, peers, cpu_model,
-             cpu_busy, commands)  # fmt: skip
+    parts = (ways_to_step, gpu_model, many, python, quality, batches, same_bits, quantised, ablation, growth, peers,
+             cpu_model, cpu_busy, commands)  # fmt: skip
     made = {part.__name__: "\n".join(part(figures)) for part in parts}
     text = PAGE.format(**made, gpu=figures.gpu, commits=commits(figures), contents=contents(PAGE))
     code, lines = False, []

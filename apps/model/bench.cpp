@@ -124,11 +124,9 @@ Bench::Bench(CommandLine& line) {
   line.output("--csv", csv_, "Write a row for each configuration as CSV, anew after each one");
   line.example("One and four prompts at once",
                "cf-model bench --preset pythia-14m --slots 1,4 --new-tokens 8 --runs 1");
-  line.example("A prompt of 1024 ids on a GPU", "cf-model bench --preset pythia-2.8b --prompt-len 1024 --device cuda");
   line.example("How long a prompt of 2048 ids stops seven running sequences",
-               "cf-model bench --preset pythia-2.8b --slots 8 --new-tokens 1 --joiner-len 2048 --device cuda");
-  line.example("The log-probabilities of a hundred texts' last 16 ids",
-               "cf-model bench --preset pythia-14m --prompt-len 64 --score 16 --texts 100 --runs 1");
+               "cf-model bench --preset pythia-2.8b --slots 8 --new-tokens 1 \\\n"
+               "  --joiner-len 2048 --device cuda");
   line.needs("--texts", "--score");
   for (const char* option : {"--new-tokens", "--joiner-len"}) line.excludes("--score", option);
   line.check([this](Faults& faults) {

@@ -180,6 +180,7 @@ struct Scorer::State {
   std::size_t next_group = 0;
   std::int64_t ids = 0, ids_read = 0;
   std::vector<PromptScore> scores;
+  std::vector<std::vector<std::int32_t>> next;  // of a step, by row; the next step uses the memory again
 
   void plan();
   bool is_needed(const Pass& pass) const;
@@ -308,11 +309,11 @@ Status Scorer::step() {
   std::vector<Run> runs;
   std::vector<std::int32_t> ids;
   std::vector<std::int64_t> rows;
-  std::vector<std::vector<std::int32_t>> next;
+  std::size_t asked = 0;  // rows
   for (std::size_t i = 0; i < s.readers.size(); ++i) {
     const Pass* const pass = s.next_pass(s.readers[i]);
     if (!pass) continue;
-    if (!passes.empty() && std::int64_t(next.size()) + pass->rows > s.most_rows) continue;
+    if (!passes.empty() && std::int64_t(asked) + pass->rows > s.most_rows) continue;
     readers.push_back(&s.readers[i]);
     passes.push_back(pass);
     runs.push_back({.sequence = (*s.slots)[std::int64_t(i)], .first_position = pass->first, .count = pass->count});
@@ -321,14 +322,16 @@ Status Scorer::step() {
     ids.insert(ids.end(), fed.begin(), fed.end());
     for (std::int64_t position = pass->first + pass->count - pass->rows; position < pass->first + pass->count;
          ++position) {
-      std::vector<std::int32_t>& asked = next.emplace_back();
+      if (asked == s.next.size()) s.next.emplace_back();
+      std::vector<std::int32_t>& ids_behind = s.next[asked++];
+      ids_behind.clear();
       for (std::size_t p = pass->begin; p < pass->end; ++p)
-        asked.push_back(s.prompts[s.order[p]].ids[std::size_t(position) + 1]);
+        ids_behind.push_back(s.prompts[s.order[p]].ids[std::size_t(position) + 1]);
     }
   }
   if (passes.empty()) return {};
   CF_TRY_ASSIGN(const std::vector<RowScore> scores,
-                runner->score(runs, ids, {.rows = rows, .next = next, .top = s.options.top}));
+                runner->score(runs, ids, {.rows = rows, .next = std::span(s.next).first(asked), .top = s.options.top}));
   std::span<const RowScore> left = scores;
   for (std::size_t i = 0; i < passes.size(); ++i) {
     s.put(*passes[i], left.first(std::size_t(passes[i]->rows)));

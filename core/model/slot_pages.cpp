@@ -35,6 +35,7 @@ SlotPages::SlotPages(std::int64_t slots, std::int64_t capacity, const PageSizes&
   pool_.emplace(slots, pool.pages, pool.page_entries);
   table_.assign(std::size_t(slots * slot_pages_), -1);
   taken_ = table_;
+  is_changed_.assign(std::size_t(slots), false);
 }
 
 View<const std::int32_t, 2> SlotPages::table() const {
@@ -45,7 +46,8 @@ View<const std::int32_t, 2> SlotPages::table() const {
 void SlotPages::update(std::int64_t slot) {
   const auto row = table_.begin() + slot * slot_pages_;
   std::fill(std::copy(pool_->table(slot).begin(), pool_->table(slot).end(), row), row + slot_pages_, -1);
-  if (std::find(changed_.begin(), changed_.end(), slot) == changed_.end()) changed_.push_back(slot);
+  if (!is_changed_[std::size_t(slot)]) changed_.push_back(slot);
+  is_changed_[std::size_t(slot)] = true;
 }
 
 Status SlotPages::check(std::span<const Run> runs) const { return pool_ ? pool_->check(writes_of(runs)) : Status(); }
@@ -71,12 +73,14 @@ void SlotPages::truncate(std::int64_t slot, std::int64_t n) {
 
 std::vector<SlotPages::Cell> SlotPages::take_changes() {
   std::vector<Cell> cells;
-  for (std::int64_t slot : changed_)
+  for (std::int64_t slot : changed_) {
+    is_changed_[std::size_t(slot)] = false;
     for (std::int64_t i = slot * slot_pages_; i < (slot + 1) * slot_pages_; ++i)
       if (std::int32_t& was = taken_[std::size_t(i)]; was != table_[std::size_t(i)]) {
         was = table_[std::size_t(i)];
         cells.push_back({std::int32_t(i), was});
       }
+  }
   changed_.clear();
   return cells;
 }

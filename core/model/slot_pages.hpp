@@ -59,6 +59,7 @@ class SlotPages {
   std::optional<PagePool> pool_;
   std::vector<std::int32_t> table_, taken_;  // what it is, and what it was at the last take_changes()
   std::vector<std::int64_t> changed_;        // slots whose rows may differ
+  std::vector<bool> is_changed_;             // by slot: whether it is among them
 };
 
 }  // namespace cf

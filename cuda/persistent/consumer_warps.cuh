@@ -580,8 +580,8 @@ class ConsumerWarps {
 
   /// The calling thread's lane. It is computed anew for each tile, since registers are scarce.
   static __device__ int tile_lane() { return thread_index() % 32; }
-  /// Makes q, k and v of the split's new token ready. Norms of heads have code of their own: a family without them would
-  /// run past their instructions for every split, which misses the instruction cache.
+  /// Makes q, k and v of the split's new token ready. Norms of heads have code of their own, so that a family without
+  /// them does not go past their instructions (data/bench/TRIALS.md, head-norms).
   __device__ bool prepare(const KeySplit& split, PhaseSpec phase) const {
     if (Code::head_norm && phase.norms_heads) [[unlikely]]
       return prepare<Code::head_norm>(split);

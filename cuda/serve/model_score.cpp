@@ -30,6 +30,8 @@ std::vector<T> values_in(std::span<const std::int32_t> words, std::int64_t at, s
 class Model::State::ScoreCall {
  public:
   ScoreCall(State& state, const ScoreRequest& request) : s_(state), request_(request) {
+    asked_.reserve(request.next.size());
+    next_end_.reserve(request.next.size());
     for (const std::vector<std::int32_t>& ids : request.next) {
       asked_.insert(asked_.end(), ids.begin(), ids.end());
       next_end_.push_back(std::int32_t(asked_.size()));

@@ -530,8 +530,8 @@ def load(
     count and which weights were cast.
 
     device: "cpu", or "cuda" or "cuda:1" for a GPU. A GPU gets a copy of the weights and a cache of `slots` (1) sequences
-    of `capacity` (2048) entries, and computes in the weights' own dtype. impl: how its steps are launched, "auto" for
-    the fastest that takes them, or "unfused", "graph", "split", "layer", "persistent".
+    of `capacity` entries (2048, or those of all `pages`), and computes in the weights' own dtype. impl: how its steps are
+    launched, "auto" for the fastest that takes them, or "unfused", "graph", "split", "layer", "persistent".
 
     On the CPU alone: activation: "float32" is the fast backend, "float64" the oracle. threads: the threads that all
     models of this process work with from now on; None leaves them as they are, at first one a core.
@@ -580,8 +580,6 @@ def load(
             if value is not None:
                 raise ValueError(f"{name}: expected it with device='cpu' alone, got {value!r} for a GPU")
         _core.check_cuda_device(index)
-    sizes = {"slots": 1 if slots is None else slots, "capacity": CAPACITY if capacity is None else capacity}
-    sizes = {name: integer(name, size, None, MOST_INT) for name, size in sizes.items()}
     cache: _CacheOptions = {
         "window": integer("window", window, None, MOST_INT),
         "sinks": integer("sinks", sinks, None, MOST_INT),
@@ -589,6 +587,10 @@ def load(
         "page_entries": integer("page_entries", page_entries, 1, MOST_INT),
         "invariant": flag("invariant", invariant),
     }
+    # A sequence may have no more entries than the pool.
+    entries = min(CAPACITY, cache["pages"] * cache["page_entries"]) if cache["pages"] else CAPACITY
+    sizes = {"slots": 1 if slots is None else slots, "capacity": entries if capacity is None else capacity}
+    sizes = {name: integer(name, size, None, MOST_INT) for name, size in sizes.items()}
     steps: _StepOptions = {"step_tokens": None, "share_prefixes": flag("share_prefixes", share_prefixes)}
     if step_tokens is not None:
         steps["step_tokens"] = integer("step_tokens", step_tokens, 0, MOST_INT)

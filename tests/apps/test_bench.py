@@ -1103,13 +1103,23 @@ class Page(Files):
             "",
             "; ".join(sources[:3]) + ".",
             "",
-            "Several prompts go through the model one after the other.",
+            bench_page.PROMPTS_APART,
             "",
             *head,
             "| Pythia-2.8B | float16" + rest,
             "",
             sources[3] + ".",
         ])  # fmt: skip
+        # Many sequences at once: scores have columns of their own, and the record of another GPU a table of its own.
+        self.assertEqual(bench_page.many(bench_page.Figures(directory)), ["Not recorded."])
+        score = {"prompt_len": 128, "scored": 16, "slots": 64, "texts": 32, "score_ms": 6.54, "prefill_ms": 6.08}
+        scores = dict(report, results=[score | {"percent_of_prefill": 92.96}])
+        self.write("model-pythia-2.8b-prompts.json", json.dumps(report))
+        self.write("model-pythia-2.8b-score-h100.json", json.dumps(scores))
+        lines = bench_page.many(bench_page.Figures(directory))
+        self.assertEqual([line for line in lines if line.startswith("| 128")], ["| 128 | 16 | 64 | 32 | 6.5 | 6.1 | 93.0 % |"])
+        self.assertEqual(len([line for line in lines if line.startswith("| persistent | 16 | 32")]), 1)
+        self.assertIn("[`model-pythia-2.8b-score-h100.json`](model-pythia-2.8b-score-h100.json).", lines)
         # How long a prompt that joins stops the others, where a row has it.
         joined = bench_page.model_table([result | {"stall_ms": 5.625, "joiner_ttft_ms": 31.5}, result])
         self.assertTrue(joined[0].endswith("decode, of the streaming read | stall ms | joiner TTFT ms |"))

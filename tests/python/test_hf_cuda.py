@@ -730,3 +730,15 @@ def test_a_parameter_amid_a_block_is_copied(root):
         linear.weight.zero_()
         assert not torch.equal(model(inputs["input_ids"].to(DEVICE)).logits, before)
     assert_all_ours(model)
+
+
+def test_a_stream_goes_on_behind_its_window(root):
+    stream = {"window": 60, "sinks": 4}
+    with cf_ops.load(root / "data" / "checkpoints" / "neox-d80", device="cuda", **stream) as own:
+        prompt = [5, 9, 11, 64, 3]
+        expected = list(own.stream(prompt, max_new_tokens=300))
+    model = cf_ops.hf.speed_up(model_of(root, "neox-d80"), **stream)
+    ids = torch.tensor([prompt], device=DEVICE)
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=300, do_sample=False)
+    assert made[0, len(prompt) :].tolist() == expected
+    assert_all_ours(model)

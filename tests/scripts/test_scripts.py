@@ -433,6 +433,7 @@ class BenchGpu(Scripts):
         for part, programs in (
             ("layers", {"cf-layer", "cf-op"}),
             ("models", {"cf-model", "make_checkpoints.py"}),
+            ("many", {"cf-model", "bench_peers.py"}),
             ("quality", {"cf-model", "eval_hf.py"}),
             ("python", {"bench_python.py"}),
             ("peers", {"bench_peers.py"}),
@@ -507,7 +508,7 @@ class BenchGpu(Scripts):
                          {"cf-layer", "cf-op", "cf-model", "eval_hf.py", "bench_python.py", "bench_peers.py"})  # fmt: skip
         models = [call for call in words if call[:3] == ["bench_peers.py", "--what", "model"]]
         llamas = "llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "qwen2.5-7b", "llama-3.1-8b"
-        names = "pythia-2.8b", "pythia-6.9b", *llamas
+        names = "pythia-2.8b-many", "pythia-2.8b", "pythia-6.9b", *llamas
         self.assertEqual([call[-1] for call in models], [f"out/model-peers-{name}.json" for name in names])
         self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md {self.root}/python/README.md")
 

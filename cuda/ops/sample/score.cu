@@ -15,7 +15,8 @@ namespace cf::cuda {
 namespace {
 
 constexpr std::string_view kName = "score";
-constexpr int kWarps = 32, kThreads = 32 * kWarps;
+// Two blocks share an SM: while one waits for its threads or for memory, the other computes.
+constexpr int kWarps = 16, kThreads = 32 * kWarps, kBlocksOfSm = 2;
 constexpr int kInFlight = 4;  // vectors of a row that a thread loads at once
 
 /// The order key of a logit that is NaN or +infinity: above those of all others, and highest for the lowest id.
@@ -27,7 +28,7 @@ __device__ std::uint64_t block_max(std::uint64_t key, std::uint64_t (&of_warps)[
   __syncthreads();  // every thread has read what the call before left here
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = key;
   __syncthreads();
-  return warp_max(of_warps[threadIdx.x % 32]);
+  return warp_max(of_warps[threadIdx.x % kWarps]);
 }
 
 /// The sum over a block, in all threads.
@@ -37,7 +38,7 @@ __device__ std::uint64_t block_sum(std::uint64_t x, std::uint64_t (&of_warps)[kW
   __syncthreads();  // every thread has read what the call before left here
   if (lane == 31) of_warps[threadIdx.x / 32] = of_warp;
   __syncthreads();
-  return __shfl_sync(~0u, warp_scan(of_warps[lane], lane), 31);
+  return __shfl_sync(~0u, warp_scan(lane < kWarps ? of_warps[lane] : 0, lane), 31);
 }
 
 /// The highest logit of a row, of equal ones the lowest id; before all others the first one that is NaN or +infinity.
@@ -59,7 +60,7 @@ __device__ LogitOf highest_logit(const T* logits, std::int32_t vocab, std::uint6
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) score_kernel(const __grid_constant__ ScoreArgs a) {
+__global__ void __launch_bounds__(kThreads, kBlocksOfSm) score_kernel(const __grid_constant__ ScoreArgs a) {
   let_successor_start();
   wait_for_predecessors();
   __shared__ std::uint64_t of_warps[kWarps];

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, TypeVar
 
+from cf_ops._arguments import integer
 from cf_ops.hf._report import Report
 
 __all__ = ["Report", "report", "restore", "run", "speed_up"]
@@ -23,7 +24,7 @@ __all__ = ["Report", "report", "restore", "run", "speed_up"]
 Model = TypeVar("Model")
 
 
-def speed_up(model: Model) -> Model:
+def speed_up(model: Model, *, window: int = 0, sinks: int = 0) -> Model:
     """Lets a loaded model with a head, such as ``GPTNeoXForCausalLM`` or ``GPT2LMHeadModel``, run on cf_ops, and returns
     the same object. The package's page lists the families.
 
@@ -65,6 +66,11 @@ def speed_up(model: Model) -> Model:
     A cache has room for the sequences that a call brings, and for the tokens that ``generate()`` may add (at most 1024
     at first). It is made again, twice as large, when that room ends. Its memory is freed with the cache object.
 
+    With a `window` each sequence is a stream without end (StreamingLLM): a token sees the newest `window` tokens, its own
+    among them, and the first `sinks` ones; positions are those inside the cache, so that neither a cache's memory nor the
+    time of a token grows, however long ``generate()`` goes on. Hugging Face's path has no such cache: what cf_ops cannot
+    do raises NotImplementedError with the reason then. The options of :func:`cf_ops.load` have the source.
+
     Raises
     ------
     ImportError: torch or transformers is missing, or transformers is older than 4.56.
@@ -75,7 +81,12 @@ def speed_up(model: Model) -> Model:
         are on a device for which this installation has no runner.
     CfError: the parameters are on a GPU that this build has no kernels for.
     """
-    _implementation().speed_up(model)
+    implementation = _implementation()
+    window = integer("window", window, 0, 2**31 - 1)
+    sinks = integer("sinks", sinks, 0, 2**31 - 1)
+    if sinks and not window:
+        raise ValueError(f"sinks: expected them beside a window, got {sinks}")
+    implementation.speed_up(model, implementation.Stream(window, sinks) if window else None)
     return model
 
 

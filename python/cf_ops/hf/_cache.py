@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Protocol
@@ -170,6 +171,8 @@ class RunnerCache(Cache):  # type: ignore[misc, unused-ignore]
         self._capacity = max(entries + self._spare_entries, grown)
         self._loaded = loaded
         runner = loaded.backend.runner(len(before), self._capacity)
+        if not loaded.backend.is_bounded:
+            self._capacity = sys.maxsize
         for slot, ids in enumerate(before):
             if ids and slot not in left_out:
                 runner.forward(slot, 0, ids, runner.new_logits(0))

@@ -13,7 +13,7 @@ from cf_ops import _core
 from cf_ops.hf._families import config_text, gptq_config_text, library_name, library_of, rope_table
 from cf_ops.hf._joined import Joined, parts_of
 from cf_ops.hf._quantised import is_quantised, quantised_modules, quantised_tensors
-from cf_ops.hf._runner import Backend, Source, Tensor, backend_for, check_device
+from cf_ops.hf._runner import Backend, Source, Stream, Tensor, backend_for, check_device
 
 Module = Any
 
@@ -34,13 +34,13 @@ class Loaded:
     """A model as it was at one moment: the backend that reads its weights, or the error why there is none. Where there
     is a backend, the parameters that it reads as one are `joined`."""
 
-    def __init__(self, model: Module, joined: Joined) -> None:
+    def __init__(self, model: Module, joined: Joined, stream: Stream | None = None) -> None:
         self.error: Exception | None = None
         self.backend: Backend | None = None
         self.device: Any = None  # where the parameters lie; None without a backend
         self.dtype: Any = None
         try:
-            self.backend = _backend(model, joined)
+            self.backend = _backend(model, joined, stream)
             head = model.get_output_embeddings().weight
             self.device, self.dtype = head.device, head.dtype
         except (MemoryError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -102,7 +102,7 @@ class Loaded:
         return self.value_versions() if self.backend is not None and self.backend.is_checked_again else ()
 
 
-def _backend(model: Module, joined: Joined) -> Backend:
+def _backend(model: Module, joined: Joined, stream: Stream | None) -> Backend:
     for name, module in model.named_modules():
         if name and not _is_stock(module, model) and not is_quantised(module):
             kind = f"{type(module).__module__}.{type(module).__qualname__}"
@@ -127,7 +127,7 @@ def _backend(model: Module, joined: Joined) -> Backend:
     def table(positions: int) -> tuple[Tensor, Tensor]:
         return rope_table(model, positions)
 
-    return backend_for(device, Source(config, tensors, table, joined.copied_bytes, gptq))
+    return backend_for(device, Source(config, tensors, table, joined.copied_bytes, gptq, stream))
 
 
 def _is_idle(hook: Any) -> bool:

@@ -26,7 +26,7 @@ from cf_ops.hf._generation import Generation, StepByStep, TokenLoop
 from cf_ops.hf._joined import Joined
 from cf_ops.hf._loaded import Loaded
 from cf_ops.hf._report import Counts, Report
-from cf_ops.hf._runner import Tensor
+from cf_ops.hf._runner import Stream, Tensor
 
 Model = Any
 
@@ -94,9 +94,10 @@ class _Call:
 
 
 class Patch:
-    """A patched model's state. It holds no reference to the model."""
+    """A patched model's state. It holds no reference to the model. With a `stream` each of its sequences is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: Stream | None = None) -> None:
+        self._stream = stream
         self._lock = threading.Lock()
         self._local = threading.local()
         self._loaded: Loaded | None = None
@@ -107,7 +108,7 @@ class Patch:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         """A copied model is patched too, and reads its own weights at its first call."""
-        return Patch()
+        return Patch(self._stream)
 
     def __reduce__(self) -> Any:
         raise TypeError("a model with speed_up cannot be pickled: expected restore(model) before")
@@ -117,9 +118,13 @@ class Patch:
         with self._lock:
             if self._loaded is None or not self._loaded.is_current():
                 self._loaded = None
-                self._loaded = Loaded(model, self._joined)
+                self._loaded = Loaded(model, self._joined, self._stream)
                 self.num_layers = len(layers_of(model))
             return self._loaded
+
+    @property
+    def stream(self) -> Stream | None:
+        return self._stream
 
     @property
     def last_loaded(self) -> Loaded | None:
@@ -398,6 +403,8 @@ class Patch:
         return loaded.as_theirs(logits), cache
 
     def _forward_theirs(self, model: Model, arguments: dict[str, Any], reason: str) -> Any:
+        if self._stream is not None:
+            raise NotImplementedError(f"Hugging Face's path has no streams, expected a call that cf_ops runs: {reason}")
         if self._counts.count_theirs(reason):
             remedy = next((remedy for words, remedy in _REMEDIES.items() if words in reason), None)
             _LOGGER.warning(
@@ -678,7 +685,7 @@ def _warn_of_newer() -> None:
         )
 
 
-def speed_up(model: Model) -> None:
+def speed_up(model: Model, stream: Stream | None = None) -> None:
     stock = class_of(type(model))
     if stock is None:
         *first, last = (one.__name__ for one in FAMILIES)
@@ -687,12 +694,14 @@ def speed_up(model: Model) -> None:
             f"got {type(model).__module__}.{type(model).__qualname__}"
         )
     if _ATTRIBUTE in model.__dict__:
+        if _patch_of(model).stream != stream:
+            raise ValueError("window, sinks: expected those of the first speed_up(): restore(model) ends it")
         return
     for name in _METHODS:
         if name in model.__dict__:
             raise ValueError(f"model.{name}: expected the method of its class, got one that was put in its place")
     _warn_of_newer()
-    patch = Patch()
+    patch = Patch(stream)
     error = patch.loaded(model).error
     if error is not None:
         raise error

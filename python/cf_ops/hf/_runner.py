@@ -24,6 +24,14 @@ RopeTable = Callable[[int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
+class Stream:
+    """What a token of a stream sees: the newest `window` tokens, its own among them, and the first `sinks`."""
+
+    window: int
+    sinks: int
+
+
+@dataclass(frozen=True)
 class Source:
     """What a backend makes a model of."""
 
@@ -32,6 +40,7 @@ class Source:
     rope_table: RopeTable
     copied_bytes: int = 0  # of the copies of parameters among the tensors
     gptq: str | None = None  # quantize_config.json's text
+    stream: Stream | None = None
 
 
 _CHUNK = 512  # tokens of a prompt that go through the model at once
@@ -87,6 +96,10 @@ class Backend(Protocol):
         """The bytes of the copies of parameters that runners read."""
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether a runner's sequences have no more entries than it was asked for; those of streams have no bound."""
+
+    @property
     def is_checked_again(self) -> bool:
         """Whether an in-place change of a value makes another backend necessary. It does where runners read a copy of
         the value, or of what was made from it."""
@@ -112,6 +125,8 @@ class _CpuBackend:
             source.config, _described(tensors), list(tensors.values()), gptq=source.gptq
         )
         self._rope_table = source.rope_table
+        self._stream = source.stream
+        _check_stream(self.weights, source)
         self.copied_bytes = source.copied_bytes + self.weights.copied_bytes
         self.is_checked_again = self.copied_bytes > 0 or source.gptq is not None
 
@@ -119,7 +134,15 @@ class _CpuBackend:
     def weight_bytes(self) -> int:
         return self.weights.bytes
 
+    @property
+    def is_bounded(self) -> bool:
+        return self._stream is None
+
     def runner(self, slots: int, capacity: int) -> Runner:
+        if self._stream is not None:
+            window, sinks = self._stream.window, self._stream.sinks
+            runner = _core.Runner(self.weights, slots=slots, chunk=_CHUNK, window=window, sinks=sinks)
+            return _CpuRunner(runner, self.weights.dtype, int(self.weights.config["vocab_size"]))
         runner = _core.Runner(self.weights, slots=slots, capacity=capacity, chunk=min(_CHUNK, capacity))
         cos, sin = self._rope_table(capacity)
         if cos.numel() > 0:
@@ -155,6 +178,8 @@ class _CudaBackend:
             self.copied_bytes += self._pack(list(dense.values()))
         self._vocab_size = int(self.weights.config["vocab_size"])
         self._rope_table = source.rope_table
+        self._stream = source.stream
+        _check_stream(self.weights, source)
         self._lock = threading.Lock()
         self._model: _core.DeviceModel | None = None
         self._checked_positions = 0
@@ -166,10 +191,14 @@ class _CudaBackend:
         self.weights.pack(index, current_stream(index), prepare_ops(index), dense)
         return self.weights.bytes - before
 
+    @property
+    def is_bounded(self) -> bool:
+        return self._stream is None
+
     def runner(self, slots: int, capacity: int) -> Runner:
         with self._lock:
-            entries = -(-capacity // _ENTRIES) * _ENTRIES
-            self._check_rope_table(entries)
+            entries = -(-capacity // _ENTRIES) * _ENTRIES if self.is_bounded else 1
+            self._check_rope_table(max(entries, _ENTRIES))
             model = self._model_for(slots, entries)
             return _CudaRunner(_core.Runner(model, slots=slots), self._device, model.activation, self._vocab_size)
 
@@ -193,38 +222,54 @@ class _CudaBackend:
         return self._model
 
     def _make(self, slots: int, capacity: int) -> _core.DeviceModel:
-        return device_model(self.weights, self._device.index, slots, capacity, min(_CHUNK, capacity))
+        index = self._device.index
+        if self._stream is None:
+            return device_model(self.weights, index, slots, capacity, min(_CHUNK, capacity))
+        window, sinks = self._stream.window, self._stream.sinks
+        return device_model(self.weights, index, slots, capacity, _CHUNK, window=window, sinks=sinks)
 
     def _check_rope_table(self, positions: int) -> None:
-        """Refuses a model whose table is not the library's own, which a GPU computes with.
+        if positions > self._checked_positions:
+            check_rope_table(self.weights, self._rope_table, positions)
+            self._checked_positions = positions
 
-        Both are made in float32: frequencies are off by a power of two units in the last place and a division, the
-        angle by a product, and its cosine by two units in the last place. In roundoffs that is 4 + 1 and 1 of the angle
-        and 4 of the cosine, for each of the two tables. With llama3's scaling of the frequencies s has the frequency's
-        5 roundoffs and three more of a ratio of at most high_freq_factor, divided by the factors' difference, and 3 of
-        its own; the scaled frequency has 4 more. All are at most roundoffs of the unscaled angle.
-        """
-        if positions <= self._checked_positions:
-            return
-        theirs = [table.numpy() for table in self._rope_table(positions)]
-        if theirs[0].size == 0:  # without RoPE
-            return
-        ours = self.weights.rope_table(positions)
-        config = self.weights.config
-        rotary_dim, theta = 2 * theirs[0].shape[1], config.get("rope_theta", config.get("rotary_emb_base"))
-        frequencies = theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
-        angles = np.arange(positions)[:, None] * frequencies
-        roundoffs = 6.0
-        if scaling := config.get("rope_scaling"):
-            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-            roundoffs += 7 + 8 * high / (high - low)
-        allowed = 2.0**-24 * (2 * roundoffs * angles + 2 * 4)
-        if any((np.abs(a.astype(np.float64) - b) > allowed).any() for a, b in zip(theirs, ours)):
-            raise NotImplementedError(
-                "RoPE's table is not the config's in float32, which a GPU computes with: model.half() and "
-                "model.to(dtype) round it, loading in the dtype does not"
-            )
-        self._checked_positions = positions
+
+def _check_stream(weights: _core.Weights, source: Source) -> None:
+    """Refuses streams of a model without RoPE, or with another table than the library's."""
+    if source.stream is None:
+        return
+    if source.rope_table(1)[0].numel() == 0:
+        raise ValueError("window, sinks: expected a model with RoPE, got one without")
+    check_rope_table(weights, source.rope_table, _ENTRIES)
+
+
+def check_rope_table(weights: _core.Weights, rope_table: RopeTable, positions: int) -> None:
+    """Refuses a model whose table is not the library's own, which a GPU and streams compute with.
+
+    Both are made in float32: frequencies are off by a power of two units in the last place and a division, the
+    angle by a product, and its cosine by two units in the last place. In roundoffs that is 4 + 1 and 1 of the angle
+    and 4 of the cosine, for each of the two tables. With llama3's scaling of the frequencies s has the frequency's
+    5 roundoffs and three more of a ratio of at most high_freq_factor, divided by the factors' difference, and 3 of
+    its own; the scaled frequency has 4 more. All are at most roundoffs of the unscaled angle.
+    """
+    theirs = [table.numpy() for table in rope_table(positions)]
+    if theirs[0].size == 0:  # without RoPE
+        return
+    ours = weights.rope_table(positions)
+    config = weights.config
+    rotary_dim, theta = 2 * theirs[0].shape[1], config.get("rope_theta", config.get("rotary_emb_base"))
+    frequencies = theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
+    angles = np.arange(positions)[:, None] * frequencies
+    roundoffs = 6.0
+    if scaling := config.get("rope_scaling"):
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        roundoffs += 7 + 8 * high / (high - low)
+    allowed = 2.0**-24 * (2 * roundoffs * angles + 2 * 4)
+    if any((np.abs(a.astype(np.float64) - b) > allowed).any() for a, b in zip(theirs, ours)):
+        raise NotImplementedError(
+            "RoPE's table is not the config's in float32, which a GPU and streams compute with: model.half() and "
+            "model.to(dtype) round it, loading in the dtype does not"
+        )
 
 
 def _is_quantised(name: str) -> bool:
