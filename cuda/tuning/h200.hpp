@@ -116,7 +116,7 @@ inline constexpr Tuning kH200Tuning{
 };
 
 // What else was measured on an H200, without a number that a plan reads:
-//   cuda/ops/attention/attention.cu   Code for several heads in the kernel of lone heads makes the packed layers of
+//   cuda/ops/attention/decode.cuh     Code for several heads in the kernel of lone heads makes the packed layers of
 //                                     Pythia-2.8B 3 % slower.
 //   cuda/ops/rms_linear               With RmsQkv and RmsLinear the packed layers of Llama models are 1 to 5 % faster:
 //                                     TRIALS.md, old-and-new-llama-gptq.
