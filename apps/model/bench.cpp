@@ -155,7 +155,7 @@ Bench::Bench(CommandLine& line) {
 int Bench::run(const std::string& command) {
   const bool scores = !scored_.empty();
   const std::int64_t longest = std::ranges::max(prompts_);
-  // Whoever decodes while a prompt joins gets a token for each piece of it, which may be one id.
+  // While a prompt joins, a running sequence gets a token for each piece of the prompt. A piece may be one id.
   const std::int64_t capacity = scores ? longest
                                        : std::max(longest + std::ranges::max(outputs_) - 1,
                                                   joiner_len_ ? longest + *joiner_len_ + 2 * kStepsBesideJoiner : 0);
