@@ -34,7 +34,7 @@ struct DeviceModelPlan {
   double bytes() const { return weights_bytes + cache_bytes + workspace_bytes; }
 };
 
-/// Plans a model on the timer's device. Of the weights it looks at formats, dtypes and shapes.
+/// Plans a model on the timer's device. It reads the weights' formats, dtypes and shapes alone.
 Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& model, const ModelWeights& weights,
                                           const DeviceModelOptions& options);
 

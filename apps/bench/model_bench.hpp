@@ -54,7 +54,7 @@ Cost pass_cost(const ModelSpec& m, const ModelWeights& w, const Workload& load, 
 double weights_read_rate(const ModelSpec& m, const ModelWeights& weights);
 
 /// Times a load `runs` times after `warmup` runs, by the host's clock. Before each run it calls `read_rate` for the
-/// streaming read's bytes per second, and after each `done`. Of the weights it looks at formats, dtypes and shapes.
+/// streaming read's bytes per second, and after each `done`. It reads the weights' formats, dtypes and shapes.
 Result<ModelTiming> time_model(Decoder& decoder, const ModelWeights& weights, const ModelLoad& load, std::int64_t runs,
                                std::int64_t warmup, const std::function<Result<double>()>& read_rate,
                                const std::function<void()>& done);

@@ -45,12 +45,12 @@ class Model final : public ModelRunner {
   };
 
   /// The fastest impl for steps of so many slots on a GPU of this kind, by its measured bounds.
-  /// Of the weights it looks at formats and dtypes. A pure function of its arguments. With invariant_arch() it is graph.
+  /// A pure function of its arguments, which reads the weights' formats and dtypes alone. invariant_arch() has graph.
   static Impl auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeights& weights, std::int64_t slots);
   /// What create() takes on the device for these weights. Their values may be on the host, on a device or nowhere.
   static ModelBytes bytes(const ModelSpec& model, const ModelWeights& weights, const Options& options);
   /// Refuses more memory than is free on the current device (Code::out_of_memory). `name` is the model's in the
-  /// message. Of the weights it looks at formats, dtypes and shapes, as bytes() does.
+  /// message. It reads the weights' formats, dtypes and shapes alone, as bytes() does.
   static Status check_memory(const std::string& name, const ModelSpec& model, const ModelWeights& weights,
                              const Options& options);
   /// Copies the weights to the device and packs what is quantised, or reads them in place as

@@ -48,7 +48,7 @@ Status Model::check_room(std::span<const Run> runs) const {
   const State& s = *state_;
   const Status room = s.pages.check(runs);
   if (room || room.code() != Code::out_of_memory) return room;
-  // run() takes back what a step has that runs ahead.
+  // A step that runs ahead holds pages that run() takes back.
   SlotPages without = s.pages;
   s.drop_pages_ahead(without);
   return without.check(runs);

@@ -15,7 +15,7 @@ using WithRuns = std::tuple<ops::KvAppend, ops::RopeAppend, ops::Attention, ops:
 
 std::vector<ModelConfig> models(std::string_view op) {
   std::vector<ModelConfig> all{model_of(4, 64, 16, 24), model_of(2, 80, 20, 24)};
-  // So few heads that attention to a lone run splits its keys as it does for several.
+  // With four heads the plan splits the keys of one run as it splits those of several, so that their bits are equal.
   const std::int64_t heads = op == ops::Attention::name ? 4 : 8;
   if (op != ops::LnQkv::name) all.push_back(gated_model_of(ModelType::llama, heads, 2, 128, 64, 40));
   return all;

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cf_ops import ops
+from small_layer import small_layer
 
 SEQUENCES, HEADS, KV_HEADS, HEAD_DIM, CAPACITY, PAGE = 3, 4, 2, 16, 12, 4
 KV_LEN = np.array([9, 4, 7], np.int32)
@@ -136,27 +137,11 @@ def test_a_streams_new_entries_take_the_oldest_ones_places():
 
 
 def test_a_layer_takes_pages():
-    hidden = HEADS * HEAD_DIM
-    config = {
-        "model_type": "gpt_neox",
-        "hidden_size": hidden,
-        "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "intermediate_size": 40,
-        "vocab_size": 8,
-        "max_position_embeddings": CAPACITY,
-        "rotary_pct": 0.5,
-    }
-    shapes = {"attention.query_key_value": (3 * hidden, hidden), "attention.dense": (hidden, hidden)}
-    shapes |= {"mlp.dense_h_to_4h": (40, hidden), "mlp.dense_4h_to_h": (hidden, 40)}
-    weights = {f"{name}.weight": 0.1 * numbers(shape, 6) for name, shape in shapes.items()}
-    weights |= {f"{name}.bias": numbers(shape[:1], 7) for name, shape in shapes.items()}
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        weights[f"{name}.weight"], weights[f"{name}.bias"] = (numbers((hidden,), seed) for seed in (8, 9))
+    weights, config = small_layer(HEADS, HEAD_DIM, CAPACITY, np.float64)
     cos, sin = ops.rope_table(CAPACITY, HEAD_DIM // 2)
     contiguous = caches(HEADS)
     pools, table = paged(contiguous)
-    given = weights, config, numbers((TOKENS, hidden)), POSITIONS, KV_LEN, cos, sin
+    given = weights, config, numbers((TOKENS, HEADS * HEAD_DIM)), POSITIONS, KV_LEN, cos, sin
     expected = ops.decode_layer(*given, *contiguous, runs=RUNS)
     got = ops.decode_layer(*given, *pools, runs=RUNS, page_table=table)
     for a, b in zip(got, expected):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cf_ops import ops
+from small_layer import small_layer
 
 HEADS, KV_HEADS, HEAD_DIM, CAPACITY = 4, 2, 16, 12
 # Of four sequences; the second has none, and the order is not theirs.
@@ -83,30 +84,8 @@ def test_products_in_a_mixed_step_are_those_of_a_call_for_each_run():
 
 
 def test_a_layer_takes_runs():
-    hidden = HEADS * HEAD_DIM
-    config = {
-        "model_type": "gpt_neox",
-        "hidden_size": hidden,
-        "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "intermediate_size": 40,
-        "vocab_size": 8,
-        "max_position_embeddings": CAPACITY,
-        "rotary_pct": 0.5,
-    }
-    sizes = {
-        "attention.query_key_value": (3 * hidden, hidden),
-        "attention.dense": (hidden, hidden),
-        "mlp.dense_h_to_4h": (40, hidden),
-        "mlp.dense_4h_to_h": (hidden, 40),
-    }
-    weights = {}
-    for name, (rows, columns) in sizes.items():
-        weights[f"{name}.weight"] = 0.1 * numbers((rows, columns), np.float32, 6)
-        weights[f"{name}.bias"] = numbers((rows,), np.float32, 7)
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        weights[f"{name}.weight"], weights[f"{name}.bias"] = (numbers((hidden,), np.float32, seed) for seed in (8, 9))
-    x = numbers((TOKENS, hidden), np.float64)
+    weights, config = small_layer(HEADS, HEAD_DIM, CAPACITY, np.float32)
+    x = numbers((TOKENS, HEADS * HEAD_DIM), np.float64)
     cos, sin = ops.rope_table(CAPACITY, HEAD_DIM // 2)
     together, apart = caches(np.float64, HEADS), caches(np.float64, HEADS)
     made = ops.decode_layer(weights, config, x, POSITIONS, KV_LEN, cos, sin, *together, runs=RUNS)

@@ -16,7 +16,7 @@ inline constexpr int kDecodeThreads = 32 * kAttentionWarps;
 // The threads of a block of the float32 kernel, and how many keys each of its groups loads at once.
 inline constexpr int kFloatThreads = 256, kKeysAtOnce = 4;
 
-/// The arguments of a kernel for as many queries of each sequence, which sees all keys of a contiguous cache.
+/// The arguments of the kernel for contiguous caches: every sequence has q_len queries, which see all keys.
 struct DecodeCall : AttentionCall {
   /// The sequence of the blocks with this index along z.
   __device__ int sequence(int z) const { return z; }
@@ -74,7 +74,7 @@ __device__ inline std::int32_t page_in_pool(std::int32_t page, int pool, bool& o
 /// A sequence's pages, 32 at a time in the lanes of a warp, so that few copies wait for the table. All lanes call.
 class WarpPages {
  public:
-  /// Asks for the first 32 pages, which in most caches are all.
+  /// Asks for the first 32 pages. Most caches have no more.
   __device__ WarpPages(const AnyDecodeCall& c, int sequence) : c_(c), sequence_(sequence) {
     if (c.any.in_pages()) load(0);
   }

@@ -18,7 +18,7 @@ struct PrefillTable {
   std::uint16_t first_block[kMaxTableRuns] = {};  // of a run
   std::int32_t blocks = 0;
 
-  /// The run that a block belongs to: the last one whose first block is this one or before it.
+  /// The run of a block: the last run whose first block is not behind it.
   CF_HD constexpr int of_block(int block) const {
     int low = 0;
     for (int left = runs.runs; left > 1;) {

@@ -24,7 +24,7 @@ struct RowSum {
   LogitOf most;
 };
 
-/// How many of a row's most likely ids the device names; each takes a pass over the row.
+/// The most likely ids of a row that the device names at most. Each of them takes one pass over the row.
 inline constexpr std::int64_t kMostLikely = 64;
 
 /// Rows of logits, what is asked of them, and where the answers go. All of it is device memory.
