@@ -1352,7 +1352,9 @@ class Page(Files):
             front = file.read()
         self.assertEqual(bench_page.updated(os.path.join(root, "README.md"), bench_page.front(figures)), front)
         with open(os.path.join(root, "data", "bench", "README.md"), encoding="utf-8") as file:
-            self.assertEqual(bench_page.page(figures), file.read())
+            page = file.read()
+        self.assertEqual(bench_page.page(figures), page)
+        self.assertEqual([name for name in figures.names if name not in page], [], "the page shows every record")
         (token,) = [rows for model, _, rows in bench_page.shown(figures) if model == "pythia-2.8b"]
         with open(os.path.join(root, "data", "bench", "hero.svg"), encoding="utf-8") as file:
             self.assertIn(
@@ -1390,6 +1392,12 @@ class Pictures(Files):
         self.assertEqual(plot_bench.curves(rows), {("pythia-2.8b", 1): {
             "cf-layer graph": [(128, 50.0), (2048, 60.0)], "floor": [(128, 39.5), (2048, 39.5)],
             "torch_graph": [(128, 110.0)]}})  # fmt: skip
+
+    def test_rows_of_a_program_s_own_report_are_its_stacks(self):
+        rows, layers, gpu = plot_bench.read_report(self.write("g.json", json.dumps(GROWTH)))
+        self.assertEqual((layers, gpu), ([GROWTH], "a GPU"))
+        self.assertEqual(rows, programs.layer_rows(GROWTH, "pythia-2.8b"))
+        self.assertGreater(len(rows), 0)
 
     @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "needs matplotlib")
     def test_growth_is_drawn_alone(self):

@@ -414,12 +414,11 @@ class BenchGpu(Scripts):
 
     WRITE = 'while [ $# -gt 1 ]; do if [ "$1" = --json ]; then echo {} >"$2"; fi; shift; done'
 
-    def measure(self, cf_op="", arguments=("out",)):
-        """The result of a run whose programs write what --json names, and their calls."""
+    def measure(self, arguments=("out",), **codes):
+        """The result of a run whose programs write what --json names, but for those in `codes`, and all calls."""
         self.stub("bin/nvidia-smi", log=False)
-        self.stub("build/release/apps/cf-layer", self.WRITE)
-        self.stub("build/release/apps/cf-op", cf_op or self.WRITE)
-        self.stub("build/release/apps/cf-model", self.WRITE)
+        for name in ("layer", "op", "model"):
+            self.stub(f"build/release/apps/cf-{name}", codes.get(f"cf_{name}", self.WRITE))
         self.stub("bin/python3", log=False)
         scratch = os.path.join(self.root, "scratch")  # the calls that name it are the same in each run
         self.stub("bin/mktemp", f"mkdir {scratch} && echo {scratch}", log=False)
@@ -497,13 +496,14 @@ class BenchGpu(Scripts):
             self.refused(self.run_script("bench_gpu", "--gpus", gpus, "out"), "--gpus: expected numbers", f"'{gpus}'")
 
     def test_what_takes_too_long_or_does_not_begin_says_so(self):
-        result, calls = self.measure("sleep 60", ("--limit-s", "2", "--only", "layers", "out"))
+        result, calls = self.measure(("--limit-s", "1", "--only", "layers", "out"), cf_layer="sleep 60")
         self.assertEqual(result.returncode, 1, result)
         records = [call for call in calls if call.startswith("bench_record.py")]
         files = [call.split()[1] for call in records]
         self.assertEqual(len(files), len(set(files)))
-        self.assertTrue(any("--fault stopped after " in call for call in records), records)
-        self.assertIn("bench_record.py out/gptq-rope-pythia-2.8b.json --fault not begun: the 2 s were over", records)
+        self.assertIn("bench_record.py out/stack-pythia-410m.json --fault stopped after ", records[0])
+        for call in records[1:]:
+            self.assertTrue(call.endswith(".json --fault not begun: the 1 s were over"), call)
         self.assertTrue(calls[-1].startswith(self.PAGE), "the page is made of what was measured")
         for limit in ("0", "soon"):
             self.refused(
@@ -574,10 +574,10 @@ class BenchGpu(Scripts):
     def test_a_failed_measurement_is_a_failure_and_the_others_go_on(self):
         _, expected = self.measure()
         os.remove(self.log)
-        result, calls = self.measure("exit 3")
+        result, calls = self.measure(cf_op="exit 3")
         self.assertEqual(result.returncode, 1, result)
         self.assertEqual(self.measurements(calls), self.measurements(expected))
-        self.assertIn("bench_record.py out/gptq-rope-pythia-2.8b.json --fault exit 3", calls)
+        self.assertIn("bench_record.py out/gptq-linears-pythia-2.8b.json --fault exit 3", calls)
 
 
 @unittest.skipUnless(shutil.which("c++filt", path="/usr/bin:/bin"), "needs c++filt of binutils")
