@@ -178,12 +178,9 @@ TEST_CASE("a step on a GPU reads each weight once for all slots, or once for all
           if (dtype == DType::f32 && format.bits) continue;  // the kernels take GPTQ weights with 16 bits alone
           if (m.intermediate_size > 20480 && format.bits)
             continue;  // more columns than the kernels of GPTQ weights take
-          // An RTX 5090's blocks have no shared memory for 16 tokens beside a quantised weight's tiles, nor have an
-          // H200's beside those of so many rows.
-          const bool is_short = arch.compute_capability == 120 || m.spec().mlp_rows() > 32768;
           for (const std::int64_t slots : {1, 3, 8, 16, 64}) {
             const bool on_hopper = arch.has_wgmma();
-            const std::int64_t a_launch = format.bits ? (on_hopper && slots > 16 ? 64 : is_short ? 8 : 16) : 16;
+            const std::int64_t a_launch = format.bits ? (on_hopper && slots > 16 ? 64 : 8) : 16;
             const Step step(m, slots, dtype, format);
             for (const bool graph : {false, true})
               for (const bool library : {false, true}) {
