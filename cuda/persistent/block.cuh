@@ -180,6 +180,16 @@ __device__ void store_angles(const Block& block, int thread, int threads, Positi
   }
 }
 
+/// Stores the page of a sequence's newest entry; `length` counts the entries with that one. Nothing reads the page of a
+/// sequence that has no entry, or more than there is room for.
+__device__ inline void store_newest_page(const Block& block, int sequence, int length) {
+  const PersistentPages& pages = block.c.pages;
+  int page = sequence;
+  if (pages.table && 1 <= length && length <= block.c.capacity)
+    page = pages.table[sequence * pages.of_sequence + pages.by_entries.quotient(length - 1)];
+  block.at<int>(block.c.layout.newest_pages)[sequence] = page;
+}
+
 /// Where a slice of mlp.act lies in shared memory, and the signals that it is there and that it is used. Where there
 /// are two buffers, the next slice may be there before this one is used.
 struct ActBuffer {
