@@ -38,12 +38,12 @@ def program_rows(report, preset, products):
 
 
 def dequantised(parts):
-    """The weight (outputs, inputs) in float64 of GPTQ's parts as AutoGPTQ stores them: a zero is one more than stored."""
+    """The weight (outputs, inputs) in float64 of GPTQ's parts in the format gptq_v2, whose zeros are as they are stored."""
     import torch
 
     shifts = torch.arange(0, 32, 4, device=parts["qweight"].device)
     codes = (parts["qweight"][:, None] >> shifts[:, None] & 15).flatten(0, 1)
-    zeros = (parts["qzeros"][:, :, None] >> shifts & 15).flatten(1, 2) + 1
+    zeros = (parts["qzeros"][:, :, None] >> shifts & 15).flatten(1, 2)
     scales = parts["scales"].double().repeat_interleave(GROUP, 0)
     return ((codes - zeros.repeat_interleave(GROUP, 0)) * scales).T
 
@@ -109,7 +109,7 @@ class OurProducts(Peer):
         parts = random_gptq(self.product.outputs, self.product.inputs, self.device)
         self.weight = dequantised(parts)
         g_idx = torch.arange(self.product.inputs, dtype=torch.int32, device=self.device) // GROUP
-        return ops.GptqWeight(**parts, g_idx=g_idx, group_size=GROUP, zero_offset=1)
+        return ops.GptqWeight(**parts, g_idx=g_idx, group_size=GROUP, zero_offset=0)
 
     def multiply(self, x, form):
         from cf_ops import ops
@@ -118,7 +118,7 @@ class OurProducts(Peer):
 
 
 class Humming(Peer):
-    """Humming, which vLLM uses. Its kernels are compiled when a number of tokens first comes."""
+    """Humming, which vLLM uses. It takes zeros as they are stored, and compiles a product's kernels at its first call."""
 
     def make(self, is_first):
         import torch
@@ -205,6 +205,42 @@ def table(rows):
         cells = [f"{of[s]['median_us']:.1f}" if "median_us" in of.get(s, {}) else "" for s in systems]
         notes = [note for r in of.values() if (note := beyond(r))]
         lines.append("| " + " | ".join([key[0], str(key[2]), str(key[1]), *cells, "; ".join(notes)]) + " |")
+    return lines
+
+
+def layer_rows(rows):
+    """The systems that have times, and a row for each preset and number of tokens, with the time of a layer's four
+    products by each system: None where one of the four is missing."""
+    systems = list(dict.fromkeys(r["system"] for r in rows if "median_us" in r))
+    found = []
+    for preset, tokens in dict.fromkeys((r["preset"], r["tokens"]) for r in rows if r["tokens"]):
+        sums = {}
+        for system in systems:
+            of = [r for r in rows if (r["preset"], r["tokens"], r["system"]) == (preset, tokens, system)]
+            times = [r["median_us"] for r in of if "median_us" in r]
+            sums[system] = sum(times) if len(times) == len(LINEARS) else None
+        found.append({"preset": preset, "tokens": tokens} | sums)
+    return systems, found
+
+
+def findings(rows):
+    """A line for each system: how far its outputs are from float64 at most, where they are wrong and where it fails."""
+    lines = []
+    for system in dict.fromkeys(r["system"] for r in rows):
+        of = [r for r in rows if r["system"] == system]
+        errors = [r for r in of if r.get("max_error") is not None]
+        said = []
+        if errors:
+            worst = max(errors, key=lambda r: r["max_error"])
+            said.append(f"the largest error is {worst['max_error']:.2g} of the outputs' root mean square")
+        wrong = [r for r in of if beyond(r)]
+        places = lambda rows: ", ".join(f"{r['preset']} {r['product']} of {r['tokens']} tokens" for r in rows)
+        if far := [r for r in wrong if "error" not in r]:
+            said.append(f"beyond roundings: {places(far)}")
+        for error in dict.fromkeys(r["error"] for r in wrong if "error" in r):
+            said.append(f"failed {sum(r.get('error') == error for r in of)} times: {error}")
+        if said:
+            lines.append(f"- {system}: {'; '.join(said)}.")
     return lines
 
 

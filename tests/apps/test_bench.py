@@ -897,6 +897,24 @@ class Int4(Files):
         self.assertEqual(table[3], "| pythia-14m | qkv | 512 | 2.0 | 2.0 |  | cf_ops: 1 not finite; "
                                    "good: 1 not finite; missing: ImportError: no module |")  # fmt: skip
 
+    def test_the_page_adds_a_layer_s_products_up_and_says_what_is_wrong(self):
+        self.assertEqual(bench_page.int4({"int4-peers": None}), ["Not recorded."])
+        bench = self.bench()
+        with mock.patch.object(
+            int4_products, "PEERS", {"cf_ops": self.Ours, "good": self.Peer, "missing": self.Missing}
+        ):
+            bench.run("pythia-14m")
+        report = {"commit": "abc", "gpu": "a GPU", "command": "x", "versions": {"torch": "2"}} | bench.findings()
+        self.write("int4-peers.json", json.dumps(report))
+        lines = bench_page.int4(bench_page.Figures(self.directory))
+        self.assertEqual(lines[:4], ["| model | tokens | cf-op, us | good, us |", "|---|---:|---:|---:|",
+                                     "| Pythia-14M | 1 | 8.0 | 8.0 (1.00x) |",
+                                     "| Pythia-14M | 512 | 8.0 | 8.0 (1.00x) |"])  # fmt: skip
+        of_512 = ", ".join(f"pythia-14m {name} of 512 tokens" for name in ("qkv", "dense", "up", "down"))
+        said = f"the largest error is 0.001 of the outputs' root mean square; beyond roundings: {of_512}."
+        self.assertEqual(lines[-3:], [f"- cf_ops: {said}", f"- good: {said}",
+                                      "- missing: failed 8 times: ImportError: no module."])  # fmt: skip
+
     @unittest.skipUnless(HAS_TORCH, "needs torch")
     def test_a_weight_is_dequantised_as_gptq_says_and_errors_are_seen(self):
         import torch
@@ -920,7 +938,7 @@ class Int4(Files):
             exact = Exact(product)
         self.assertEqual(len(exact.forms), 3)
         parts = {name: part.numpy() for name, part in exact.parts.items()}
-        expected = gptq.dequantise(parts | {"g_idx": np.arange(256) // 128}, 4, False)
+        expected = gptq.dequantise(parts | {"g_idx": np.arange(256) // 128}, 4, True)
         self.assertEqual(float((exact.weight - torch.from_numpy(expected)).abs().max()), 0)
         x = exact.activations(5)
         self.assertLess(exact.errors(x)["of_bound"], 1)
