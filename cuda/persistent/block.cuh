@@ -158,7 +158,7 @@ struct Block {
                                                       int code) {
     if (load_acquire(&grid->stopped)) return true;
     if (time_ns() <= until_ns) return false;
-    // A later launch may lack what a stopped one has not made: the earlier report stays.
+    // The first report stays: a later launch may only lack what a stopped launch has not made.
     if (volatile unsigned* const first = report; fetch_add(&grid->stopped, 1) == 0 && *first == 0) {
       *first = unsigned(code);
       __threadfence_system();

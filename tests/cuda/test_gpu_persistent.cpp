@@ -299,7 +299,7 @@ TEST_CASE("persistent: heads that share their keys attend to each key, at the en
     for (int splits : {1, 2, 3})
       for (int kv_len : {15, 97, 289}) check(one, kv_len, {.attention_splits = splits});
     check(one, 289, {.attention_splits = 2, .tile_products = true});
-    // A block has several key splits, or several sequences have.
+    // A block has several splits of the keys, of one sequence or of several.
     for (int kv_len : {97, 529}) {
       check(one, kv_len, {.blocks = 12, .attention_splits = 7});
       check(three, kv_len, {.blocks = 12, .attention_splits = 4});
@@ -646,7 +646,7 @@ TEST_CASE("persistent: what no block publishes is an error that names the model'
   require_ok(run(kernel, c, on));
   const auto expected = on.results();
   const std::string blocks = "all " + std::to_string(kernel.plan().grid) + " blocks";
-  // Of two launches a layer the second lacks what the first has not made: what was missing first is named.
+  // With two launches a layer, the second lacks a result of the first. The report names what was missing first.
   for (Launches launches : {Launches::persistent, Launches::layer, Launches::split})
     for (const Site& of :
          {names.query_key_value, names.context, names.dense, names.dense_h_to_4h, names.dense_4h_to_h}) {

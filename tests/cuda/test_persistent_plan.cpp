@@ -622,7 +622,7 @@ std::vector<std::vector<PhaseSpec>> launches_of(bool parallel, bool tiled, bool 
 }
 
 /// The first fault of a launch's phases in the order in which a block goes through them; nothing where there is none.
-/// `made` is what blocks have made for each other before, and what of it nobody has needed yet.
+/// `made` has what blocks have made for each other so far, and whether a phase has awaited it.
 std::string launch_fault(const std::vector<PhaseSpec>& phases, std::map<Dependency, bool>& made) {
   bool has_first_norm = false, has_second_norm = false, keeps_rows = false;
   bool attn_x_is_free = true, mlp_x_is_free = true, has_context = false, has_act = false;
