@@ -20,6 +20,7 @@ Target target_of(const LaunchList& launches) {
   }
 #include "core/ops/fused.def"
 #include "core/ops/ops.def"
+#include "core/ops/ranks.def"
 #undef CF_OP
 
 }  // namespace cf::cuda
