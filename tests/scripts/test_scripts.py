@@ -502,9 +502,10 @@ class BenchGpu(Scripts):
         records = [call for call in calls if call.startswith("bench_record.py")]
         files = [call.split()[1] for call in records]
         self.assertEqual(len(files), len(set(files)))
-        self.assertIn("bench_record.py out/stack-pythia-410m.json --fault stopped after ", records[0])
+        self.assertTrue(records[0].startswith("bench_record.py out/stack-pythia-410m.json "), records)
+        self.assertIn(" --fault stopped after ", records[0])
         for call in records[1:]:
-            self.assertTrue(call.endswith(".json --fault not begun: the 1 s were over"), call)
+            self.assertTrue(call.endswith(" --fault not begun: the 1 s were over"), call)
         self.assertTrue(calls[-1].startswith(self.PAGE), "the page is made of what was measured")
         for limit in ("0", "soon"):
             self.refused(
@@ -578,7 +579,9 @@ class BenchGpu(Scripts):
         result, calls = self.measure(cf_op="exit 3")
         self.assertEqual(result.returncode, 1, result)
         self.assertEqual(self.measurements(calls), self.measurements(expected))
-        self.assertIn("bench_record.py out/gptq-linears-pythia-2.8b.json --fault exit 3", calls)
+        program = f"{self.root}/build/release/apps/cf-model"
+        record = f"bench_record.py out/gptq-linears-pythia-2.8b.json --cf-model {program} --fault exit 3"
+        self.assertIn(record, calls)
 
 
 @unittest.skipUnless(shutil.which("c++filt", path="/usr/bin:/bin"), "needs c++filt of binutils")
