@@ -35,8 +35,8 @@ class Model final : public ModelRunner {
     /// Whether a token's bits are the same whatever else is in its step: all steps have kernels with one order of sums,
     /// which are slower for few tokens (data/bench/README.md has the price). It takes the impls unfused and graph.
     bool invariant = false;
-    /// As cpu_ref::Model::Options has them. A page has a multiple of 64 entries up to 1024. Pages and streams, and with a
-    /// model's own window a capacity beyond it, take the impls unfused and graph.
+    /// As in cpu_ref::Model::Options. A page has a multiple of 64 entries up to 1024. The impls unfused and graph
+    /// take pages, streams, and a capacity beyond the model's own window.
     std::int64_t window = 0, sinks = 0;
     std::int64_t pages = 0, page_entries = 64;
 

@@ -213,7 +213,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
 
   /// Of streams: puts the rows of RoPE's table for a pass of these positions onto the stream.
   Status make_rope_rows(View<const std::int32_t, 1> positions);
-  /// The entries from which on a step leaves a slot idle that ran before.
+  /// The entries at which a slot is full: from there on a step that follows its last one leaves it idle.
   std::int32_t most_followed() const { return std::int32_t(options.stream() ? kMostStreamTokens : options.capacity); }
 
   /// Makes room in the pages for what these runs write, which was not foreseen. Code::out_of_memory, and no change,

@@ -214,7 +214,7 @@ class Pipeline {
   };
   struct Launched {
     unsigned token, end;      // the numbers of the token that `next` is, and one past the launch's last
-    std::vector<Token> next;  // until the ids of the last step are known: none
+    std::vector<Token> next;  // none until the ids of the last step are known
   };
   using State = std::variant<Idle, Placed, Ahead, Launched>;
   struct End {

@@ -40,8 +40,8 @@ Program fuse(const Target& target, Program program);
 /// launches one after the other.
 Result<StepPlan> choose(const Target& target, Program program);
 
-/// Sets the modes of a graph, in which a node waits for those alone whose data it needs: in a layer by the plans of its
-/// nodes; outside the layers early, but for the LM head.
+/// Sets the modes of a graph, in which a node waits only for nodes whose data it needs. In a layer the nodes' plans say
+/// which start early; outside the layers all do but the LM head.
 void set_graph_modes(const Arch& arch, StepPlan& plan);
 
 /// A step as a graph has it: fuse(), choose() and set_graph_modes().

@@ -41,7 +41,7 @@ Json cf_layer_json(const std::string& arguments) {
   return Json::parse(file);
 }
 
-/// A share above 100 % has its cause, and no other share has one.
+/// Expects a note on the cause with each share above 100 %, and with no other.
 void check_notes(const Json& timings) {
   for (const Json& t : timings) {
     CAPTURE(t.dump());

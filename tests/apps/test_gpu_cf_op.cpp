@@ -78,8 +78,8 @@ TEST_CASE("cf-op: the linears' sum, the limits, and tensors enough to be cold", 
   const Json norm = cf_op("layernorm_residual --tokens 4096 --dtype float32");
   CHECK(norm["results"][0]["limit"] == "copy");
   CHECK(norm["results"][0]["cold"] == true);
-  // No kernel moves cold data faster than a copy by SMs does, but for what the L2 keeps: a quarter of what it goes
-  // through.
+  // No kernel moves cold data faster than a copy by SMs does. But the L2 may keep a quarter of this op's data, which is
+  // not cold then.
   check_result(norm, norm["results"][0]);
   CHECK(norm["results"][0]["percent_of_limit"] < 134);
 }

@@ -5,7 +5,6 @@
 
 #include "tests/cuda/small_model.hpp"
 #include "tests/support/refusal.hpp"
-#include "tests/support/schedules.hpp"
 
 using namespace cf;
 using namespace cf::test;
@@ -23,8 +22,6 @@ void feed(Model& model, std::int64_t slot, const Ids& ids, std::int64_t prompt, 
     check(p);
   }
 }
-
-ModelConfig one_layer() { return small_config(1); }
 
 }  // namespace
 
@@ -150,27 +147,6 @@ TEST_CASE(
     CHECK(taken(d.ids(s.number)) == taken(contiguous.ids(alone)));
     require_ok(contiguous.drop(alone));
   }
-}
-
-TEST_CASE("pages on the GPU: in random schedules every sequence gets the ids that it has alone",
-          "[gpu][model][pages]") {
-  const Small small(DType::f32, {}, one_layer());
-  // A schedule's sizes times eight, so that sequences cross pages of 64 entries.
-  const auto prompt_of = [](std::int64_t n, std::uint64_t which) { return ids_of(8 * n, which); };
-  Alone alone(Decoder(small.model({.capacity = 256, .impl = Impl::graph}), {.step_tokens = 0}));
-  const auto make = [&](const Schedule& s) {
-    DecoderOptions options = s.decoder;
-    if (options.step_tokens) options.step_tokens = 8 * *options.step_tokens;
-    return Decoder(small.model({.slots = s.slots,
-                                .capacity = 256,
-                                .chunk = 8 * s.chunk,
-                                .impl = Impl::graph,
-                                .pages = s.pages ? 4 + s.pages % 2 : 0}),
-                   options);
-  };
-  const Counts counts = check_schedules(40, make, prompt_of, alone);
-  CHECK(counts.forks > 10);
-  CHECK(counts.given_up > 0);
 }
 
 TEST_CASE("pages on the GPU: what has no room is refused, and what no kernel takes by name", "[gpu][model][pages]") {

@@ -16,8 +16,8 @@
 #include "cpu_ref/model.hpp"
 #include "cuda/ops/sample/score.hpp"
 #include "cuda/serve/model.hpp"
-#include "tests/cuda/device_bytes.hpp"
 #include "tests/cuda/device_tensors.hpp"
+#include "tests/cuda/late_bytes.hpp"
 #include "tests/support/refusal.hpp"
 #include "tests/support/setups.hpp"
 #include "tests/support/taken.hpp"
@@ -302,16 +302,10 @@ TEST_CASE("Scoring waits for the kernel that makes its logits", "[gpu][score][sm
     Call call = call_of(DType::f16, 1027, 3);
     require_ok(call.submit(c));
     const std::vector<std::byte> expected = call.answers();
-    std::vector<std::byte> logits(call.logits().size());
-    call.logits().fetch(logits.data());
-    const DeviceBytes copy(logits);
-    const BytePair pair{call.logits().data(), copy.data(), logits.size()};
-    const DeviceBytes pairs(std::as_bytes(std::span(&pair, 1)));
+    const LateBytes logits(call.logits());
     for (int i = 0; i < 20; ++i) {
       call.poison();
-      require_cuda(cudaMemset(call.logits().data(), 0xff, logits.size()));
-      require_cuda(cudaDeviceSynchronize());
-      restore_late(reinterpret_cast<const BytePair*>(pairs.data()), 1, stream);
+      logits.restore(stream);
       require_ok(call.submit(c, {.early = true}));
       REQUIRE(call.answers() == expected);
     }
