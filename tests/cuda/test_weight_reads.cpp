@@ -109,7 +109,7 @@ Result<std::int64_t> launches_of(const Arch& arch, const ops::LnQkv::Args& a, bo
 /// How often each weight is read, by its address.
 using Reads = std::map<const void*, std::int64_t>;
 
-/// Of a step whose layers are walked site by site, or are those of a graph.
+/// The reads of a step whose layers run site by site, or as a graph.
 Result<Reads> reads_of(const Step& s, const Arch& arch, bool graph, bool library) {
   Reads reads;
   const auto add = [&](const auto& args) -> Status {
