@@ -742,7 +742,6 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
   CHECK(finishers(16384, 4096, 1) == 1);
   CHECK(finishers(16384, 4096, 8) == 8);
   CHECK(finishers(5128, 9728, 8) == 4);
-  CHECK(finishers(5128, 5120, 16) == 4);
   CHECK(finishers(2560, 50304, 8) == 1);  // of a cluster of one
   CHECK(gptq_plan(kH200, {160, 321, 4}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm).grid == 0);
 }
