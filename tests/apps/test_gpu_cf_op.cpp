@@ -33,7 +33,7 @@ void check_result(const Json& run, const Json& r) {
   const double rate = run[limit + "_best_gb_per_s"];
   CHECK(std::abs(floor * rate * 1e3 / bytes - 1) < 1e-6);
   CHECK(std::abs(double(r["percent_of_limit"]) / (100 * floor / median) - 1) < 1e-9);
-  // A share above 100 % has its cause, and no other share has one.
+  // A note says the cause of each share above 100 %, and no other share has one.
   const std::string note = r["limit_note"];
   CHECK((r["percent_of_limit"] > 100) == !note.empty());
   CHECK(note.find("doubt") == note.npos);

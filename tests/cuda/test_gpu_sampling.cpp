@@ -85,7 +85,7 @@ class Call {
 
   /// Takes over new logits of the slots.
   void bring_logits() {
-    // One element more than a multiple of 16 bytes: rows begin wherever.
+    // One element more than a multiple of 16 bytes, so that rows begin at any address.
     std::vector<std::byte> bytes(logits_offset() + slots_.size() * std::size_t(vocab_) * size_bytes(dtype_) + 64);
     dispatch_float(dtype_, [&](auto zero) {
       using T = decltype(zero);

@@ -50,7 +50,7 @@ class Call {
   Call(DType dtype, std::vector<std::vector<float>> rows, std::vector<Ids> next, std::int64_t top)
       : dtype_(dtype), next_(std::move(next)), top_(top), rows_(std::int64_t(rows.size())) {
     vocab_ = std::int64_t(rows.at(0).size());
-    // One element more than a multiple of 16 bytes: rows begin wherever.
+    // One element more than a multiple of 16 bytes, so that rows begin at any address.
     std::vector<std::byte> bytes(std::size_t(offset() + 64 + rows_ * row_bytes()), std::byte{0xff});
     for (std::size_t r = 0; r < rows.size(); ++r)
       convert(rows[r].data(), DType::f32, bytes.data() + offset() + std::int64_t(r) * row_bytes(), dtype, vocab_);
@@ -511,7 +511,7 @@ TEST_CASE("model on the GPU: a lone prompt's scores depend on neither its slot n
           "[gpu][model][score]") {
   const Small small;
   const Ids ids = ids_of(270, 1);
-  // Fewer rows of the same run, and the slot's own logits are those of before.
+  // Fewer rows of the same run. The slot keeps the logits that it had.
   const auto model = small.model({.slots = 3, .capacity = 512, .chunk = 64});
   require_ok(model->prefill(1, 0, ids_of(9, 7)));
   const Tensor own = taken(model->logits(1));
