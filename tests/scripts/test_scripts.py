@@ -357,6 +357,20 @@ class SanitizeGpu(Scripts):
         self.assertIn("memcheck test_gpu_ops FAILED", " ".join(lines[-3:-1]))
         self.assertIn("11 runs, 1 failed: memcheck test_gpu_ops", lines[-1])
 
+    def test_some_tools_and_programs_alone(self):
+        arguments = "--tools", "memcheck,synccheck", "--programs", "session,ops"
+        result = self.run_script("sanitize_gpu", *arguments)
+        self.assertEqual(result.returncode, 0, result)
+        runs = [" ".join(line.split()[:2]) for line in result.stdout.splitlines()[:-1]]
+        self.assertEqual(
+            runs,
+            [f"{tool} test_gpu_{name}" for name in ("session", "ops") for tool in ("memcheck", "synccheck")],
+        )
+        self.refused(self.run_script("sanitize_gpu", "--programs", "what"), "test_gpu_what: no such file")
+        self.refused(self.run_script("sanitize_gpu", "--programs"), "--programs: expected names such as")
+        for tools in ("", "memcheck,what"):
+            self.refused(self.run_script("sanitize_gpu", "--tools", tools), "--tools: expected some of memcheck", tools)
+
     def test_a_signal_ends_the_runs(self):
         self.sanitizer("exec sleep 60")
         script = subprocess.Popen(
