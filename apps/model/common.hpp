@@ -20,7 +20,7 @@
 namespace cf::apps {
 
 /// kSlots: prompts that decode at once where nothing else is said.
-inline constexpr std::int64_t kMaxSlots = 1024, kSlots = 64, kMaxCapacity = 1 << 20;
+inline constexpr std::int64_t kMaxSlots = 1024, kSlots = 64, kMaxCapacity = 1 << 20, kMostGpus = 8;
 
 /// The options that choose a model and how it runs.
 struct ModelOptions {
@@ -38,12 +38,14 @@ struct ModelOptions {
   std::optional<std::int64_t> step_tokens;
   bool share_prefixes = false;
 
+  std::int64_t gpus = 1;  // that share the model
+
   bool cuda() const { return backend == "cuda"; }
   /// Every chunk reads all weights. A larger one takes more memory for activations.
   std::int64_t chunk_tokens() const { return chunk.value_or(cuda() ? 2048 : 512); }
 };
 
-/// Declares --model, --preset, --dtype, --quant, --group, --weights-seed, --backend, --impl and --invariant; with `runs`
+/// Declares --model, --preset, --dtype, --quant, --group, --weights-seed, --backend, --impl, --gpus and --invariant; with `runs`
 /// --activation, --chunk and --threads, too. Refuses options of the other backend, and a backend that is not there.
 void declare_model(CommandLine& line, ModelOptions& o, bool runs = true);
 
@@ -53,7 +55,7 @@ void declare_stream(CommandLine& line, ModelOptions& o);
 /// Declares what many sequences at once are served by: --pages, --page-entries, --share-prefixes and --step-tokens.
 void declare_serving(CommandLine& line, ModelOptions& o);
 
-/// Declares how ids are drawn, but for the repetition penalty. Whoever declares them gives `top_k` to the sampling.
+/// Declares the options of drawing, without the repetition penalty. The caller copies `top_k` into the sampling.
 void declare_sampling(CommandLine& line, Sampling& sampling, std::int64_t& top_k);
 
 /// The decoder's part of the options.
@@ -96,6 +98,7 @@ void add_machine(Json& report, const ModelOptions& o, const RunningModel& runnin
   if (running.device) {
     add_device(report, running.device->info());
     report["impl"] = running.impl;
+    if (o.gpus > 1) report["gpus"] = o.gpus;
   } else {
     report["cpu"] = cpu_name();
     report["threads"] = o.threads;

@@ -5,8 +5,10 @@
 
 #include "core/cache_view.hpp"
 #include "core/call_groups.hpp"
+#include "core/model/ranks.hpp"
 #include "core/model/streams.hpp"
 #include "core/resources.hpp"
+#include "cuda/comm/peers.hpp"
 #include "cuda/ops/any_cache.hpp"
 #include "cuda/serve/model_state.hpp"
 #include "cuda/step/fastest_impl.hpp"
@@ -40,7 +42,7 @@ Model::Options with_capacity(Model::Options o) {
   return o;
 }
 
-/// Whether an impl has ops in the place of the persistent kernel, which reads contiguous caches of all keys alone.
+/// Whether an impl has ops in the place of the persistent kernel, which reads caches of all keys alone.
 bool has_ops(Impl impl) { return impl == Impl::unfused || impl == Impl::graph; }
 
 /// Whether sequences may be longer than the model's own window.
@@ -52,7 +54,7 @@ CacheKind kind_of(const ModelSpec& m, const Model::Options& o) {
   return {.pool = o.pool(), .stream = o.stream(), .leaves_keys_out = leaves_keys_out(m, o)};
 }
 
-/// Refuses pages that the options have no room for, and pages and streams that no kernel takes.
+/// Refuses pages that the options have no room for, and pages and streams that no kernel of the impl takes.
 Status check_cache_options(const Model::Options& o) {
   CF_TRY(SlotPages::check(o.pool(), o.capacity, o.stream()));
   const auto unimplemented = [](std::string what) {
@@ -61,9 +63,8 @@ Status check_cache_options(const Model::Options& o) {
   if (o.pages > 0 && !is_page_size(o.page_entries))
     return unimplemented("page_entries: cuda takes a multiple of " + std::to_string(kPageUnit) + " up to " +
                          std::to_string(kMostPageEntries) + ", got " + std::to_string(o.page_entries));
-  if ((o.pages > 0 || o.stream()) && o.impl && !has_ops(*o.impl))
-    return unimplemented(std::string(o.pages > 0 ? "pages" : "window") +
-                         ": cuda takes the impls unfused and graph, got " + std::string(to_string(*o.impl)));
+  if (o.stream() && o.impl && !has_ops(*o.impl))
+    return unimplemented("window: cuda takes the impls unfused and graph, got " + std::string(to_string(*o.impl)));
   return {};
 }
 
@@ -135,8 +136,9 @@ ModelTensors Model::State::tensors(std::int64_t slot, const StepSizes& sizes, co
   return t;
 }
 
-Impl Model::auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeights& weights, std::int64_t slots) {
-  return fastest_impl(arch, model, dtype_of_weights(weights), is_quantised(model, weights), slots);
+Impl Model::auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeights& weights, const Options& o) {
+  if (o.stream() || leaves_keys_out(model, o)) return Impl::graph;
+  return fastest_impl(arch, model, dtype_of_weights(weights), is_quantised(model, weights), o.slots);
 }
 
 ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const Options& options) {
@@ -169,6 +171,28 @@ Status Model::check_memory(const std::string& name, const ModelSpec& m, const Mo
 
 Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::string& name, const ModelSpec& spec,
                                              const ModelWeights& host, const Options& options) {
+  if (on.peers()) return create_rank(on, name, spec, host, options);
+  return create(on, name, spec, host, options, {});
+}
+
+Result<std::unique_ptr<Model>> Model::create_rank(const Context& on, const std::string& name, const ModelSpec& whole,
+                                                  const ModelWeights& host, const Options& options) {
+  const std::int64_t rank = on.peers()->rank, ranks = on.peers()->layout.ranks;
+  CF_TRY(check_model_weights(whole, host));
+  if (options.in_place)
+    return Status::error(Code::unimplemented, "model: in_place: a model on several GPUs copies its weights");
+  if (options.impl && !has_ops(*options.impl))
+    return Status::error(Code::unimplemented, "model: a model on several GPUs takes the impls unfused and graph, got " +
+                                                  std::string(to_string(*options.impl)));
+  CF_TRY_ASSIGN(const ModelSpec part, whole.of_rank(rank, ranks));
+  CF_TRY_ASSIGN(const ModelWeights outline, outline_of_rank(whole, host, rank, ranks));
+  return create(on, name, part, outline, options,
+                [&](std::int64_t layer) { return layer_of_rank(whole, host.layers[std::size_t(layer)], rank, ranks); });
+}
+
+Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::string& name, const ModelSpec& spec,
+                                             const ModelWeights& host, const Options& options,
+                                             const ResidentWeights::LayerOf& layer_of) {
   CF_TRY(check_model_weights(spec, host));
   constexpr std::int64_t most = std::int64_t(1) << 26;
   CF_TRY(check_sizes({{"slots", options.slots, kMaxSlots}, {"chunk", options.chunk, most}}));
@@ -187,15 +211,14 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   context.set_overlap(true);
   if (o.invariant) context.set_plan_arch(invariant_arch(context.arch()));
   const DType dtype = dtype_of_weights(host);
-  const auto make_weights = o.in_place ? &ResidentWeights::in_place : &ResidentWeights::load;
-  CF_TRY_ASSIGN(ResidentWeights weights, make_weights(context, spec, dtype, host));
+  CF_TRY_ASSIGN(ResidentWeights weights, o.in_place ? ResidentWeights::in_place(context, spec, dtype, host)
+                                                    : ResidentWeights::load(context, spec, dtype, host, layer_of));
   const CacheKind kind = kind_of(spec, o);
   CF_TRY_ASSIGN(KvCache cache,
                 KvCache::create(context, spec, dtype, {0, spec.shape.num_layers}, o.slots, o.capacity, kind));
   CF_TRY_ASSIGN(Workspace workspace, Workspace::create(context, spec, dtype, most_tokens(o), o.capacity,
                                                        is_quantised(spec, host), o.stream()));
-  Impl impl = o.impl.value_or(auto_impl(context.arch(), spec, host, o.slots));
-  if ((kind.pool || kind.stream || kind.leaves_keys_out) && !has_ops(impl)) impl = Impl::graph;
+  const Impl impl = o.impl.value_or(auto_impl(context.arch(), spec, host, o));
   auto state = std::make_unique<State>(context, std::move(stream), spec, o, impl, std::move(weights), std::move(cache),
                                        std::move(workspace));
   State& s = *state;

@@ -361,7 +361,7 @@ TEST_CASE("model on the GPU: logits stay on the device, in order with another st
   const auto logits = [&](int block, std::int64_t rows) {
     return AnyView<2>(theirs.blocks[block], {rows, kVocab}, DType::f16);
   };
-  // Their stream is late: what does not wait for it is overwritten, and what it does not wait for is not copied.
+  // Their stream is late. Rows that did not wait for it are overwritten, and rows that it does not wait for are missed.
   const auto copied = [&](std::int64_t rows, auto&& run, bool orders_itself = false) {
     enqueue_occupy(theirs.stream, 1, kDelayMs);
     require_cuda(cudaMemsetAsync(theirs.blocks[0], 0xff, kTokens * kVocab * 2, theirs.stream));
@@ -514,7 +514,7 @@ AnyView<2> rows_of_embedding(const Small& small) {
   return AnyView<2>(const_cast<void*>(table.data), table.shape, table.dtype);
 }
 
-/// Greedy ids of these prompts, with the bits of the logits behind each id where they are asked for every `each` ids.
+/// Greedy ids of these prompts. With `each` above 0 also the bits of the logits, which are asked for every `each` ids.
 struct Greedy {
   std::vector<Ids> ids;
   std::vector<std::vector<std::string>> logits;

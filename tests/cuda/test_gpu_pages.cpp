@@ -1,12 +1,18 @@
 // On the GPU: appends to caches in pages and to streams' caches, and runs of any number in one launch.
+#include <algorithm>
 #include <numeric>
 #include <random>
 #include <tuple>
+#include <type_traits>
 
+#include "core/page_pool.hpp"
+#include "cuda/model/pages.hpp"
+#include "cuda/port/run.hpp"
 #include "tests/cuda/device_pages.hpp"
 #include "tests/cuda/device_tensors.hpp"
 #include "tests/support/mixed_steps.hpp"
 #include "tests/support/op_test_case.hpp"
+#include "tests/support/taken.hpp"
 
 using namespace cf;
 using namespace cf::test;
@@ -19,13 +25,15 @@ std::vector<ModelConfig> models() {
   return {model_of(2, 80, 20, 24), gated_model_of(ModelType::llama, 8, 2, 128, 64, 40)};
 }
 
-/// `count` runs of 1 to `most` rows in random order, and sequences without one between them.
-Setup runs_of(const ModelConfig& model, DType activation, std::int64_t count, std::int64_t most) {
+/// `count` runs of 1 to `most` rows in random order, behind up to kv_len entries, and sequences without a run between
+/// them.
+Setup runs_of(const ModelConfig& model, DType activation, std::int64_t count, std::int64_t most,
+              std::int64_t kv_len = 70) {
   Setup s{.model = model,
-          .load = {.batch = count + count / 3 + 1, .q_len = most, .kv_len = 70, .capacity = 73},
+          .load = {.batch = count + count / 3 + 1, .q_len = most, .kv_len = kv_len, .capacity = kv_len + 3},
           .activation = activation,
           .seed = std::uint64_t(count)};
-  s.model.max_position_embeddings = 73;
+  s.model.max_position_embeddings = kv_len + 3;
   s.values = activation == DType::bf16 ? DType::bf16 : DType::f16;
   std::vector<std::int64_t> sequences(std::size_t(s.load.batch));
   std::iota(sequences.begin(), sequences.end(), 0);
@@ -93,11 +101,42 @@ OP_TEST_CASE("On the GPU pages of any length are appended to as a contiguous cac
         }
 }
 
+TEST_CASE("On the GPU rows become entries of pages as of a contiguous cache", "[gpu][pages][append_rows]") {
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (std::int64_t page : {64, 128})
+      for (std::int64_t kv_len : {std::int64_t(1), std::int64_t(65), page - 1, page, page + 1, page + 2, 2 * page}) {
+        Setup s{.model = models()[std::size_t(kv_len % 2)],
+                .load = {.batch = 1, .q_len = 1, .kv_len = kv_len, .capacity = kv_len + 2},
+                .activation = activation,
+                .seed = std::uint64_t(kv_len)};
+        s.values = activation == DType::bf16 ? DType::bf16 : DType::f16;
+        check_pages_on_device<ops::AppendRows>(s, page);
+      }
+}
+
 OP_TEST_CASE("On the GPU runs of any number and length append to pages of their own", "[gpu][pages][runs]", Appends) {
   for (const ModelConfig& model : models()) {
     check_pages_on_device<TestType>(mixed_setup(model, DType::f16), 64);
     for (std::int64_t count : {1, 2, 300}) check_pages_on_device<TestType>(runs_of(model, DType::f16, count, 3), 64);
   }
+}
+
+OP_TEST_CASE("On the GPU steps of 1 to 300 runs of up to 65 rows agree with the oracle at every boundary of a page",
+             "[gpu][pages][runs]", std::tuple<ops::KvAppend, ops::RopeAppend, ops::Attention>) {
+  constexpr bool is_attention = std::is_same_v<TestType, ops::Attention>;
+  const ModelConfig model = is_attention ? model_of(2, 80, 20, 24) : models()[1];
+  for (std::int64_t page : {64, 128})
+    for (std::int64_t most : {1, 63, 64, 65})
+      for (std::int64_t count : {1, 2, 7, 40, 300}) {
+        if (count == 300 && most > 1) continue;
+        // Lengths of 1 or more about a page's end, and of more than two pages.
+        for (std::int64_t kv_len : {page - 1, page, page + 1, 2 * page + 1}) {
+          if (kv_len < most || (count > 7 && kv_len != page + 1)) continue;
+          // Contiguous caches have other kernels for equal runs.
+          check_pages_on_device<TestType>(runs_of(model, DType::f16, count, most, kv_len), page,
+                                          {.same_bits = !is_attention});
+        }
+      }
 }
 
 TEST_CASE("On the GPU the fused products append to pages", "[gpu][pages][ln_qkv]") {
@@ -150,7 +189,7 @@ OP_TEST_CASE("On the GPU an idle sequence and a page outside the pool are not wr
   Problem<TestType>& expected = contiguous.run(c);
   paged.run(c);
   CHECK(paged.same_as(expected));
-  // A table of pages that there are none of.
+  // A table of pages that do not exist.
   for (std::int32_t bad : {INT32_MIN, -1, 1000, INT32_MAX}) {
     PagedDeviceProblem<TestType> broken(untouched, 64);
     const std::vector<std::int32_t> table(std::size_t(2 * 4), bad);
@@ -222,7 +261,73 @@ TEST_CASE("On the GPU rope makes q a second time for the sinks, by rows of their
         CHECK(same);
         for_sinks.run(c);
         CHECK(same_bits(fetch<3>(both.args().q_sinks), fetch<3>(for_sinks.args().q)));
+        // A position that is off by one is found out.
+        for (std::int32_t& row : rows) row = (row + 1) % 73;
+        const DeviceBytes wrong(std::as_bytes(std::span(rows)));
+        for_sinks.args().positions.data = reinterpret_cast<const std::int32_t*>(wrong.data());
+        for_sinks.run(c);
+        CHECK(!same_bits(fetch<3>(both.args().q_sinks), fetch<3>(for_sinks.args().q)));
       }
+}
+
+TEST_CASE("On the GPU a fork that writes to a page which it shares, or to one that was not copied, is found out",
+          "[gpu][mutation][pages]") {
+  enum class Fault { none, writes_to_shared_page, copies_nothing };
+  constexpr std::int64_t kPage = 64, kPages = 4, kHeads = 2, kHeadDim = 16, kShared = 100;
+  cuda::Context c = context();
+  for (Fault fault : {Fault::none, Fault::writes_to_shared_page, Fault::copies_nothing}) {
+    CAPTURE(int(fault));
+    PagePool pool(2, kPages, kPage);
+    const auto table = [&] {
+      std::vector<std::int32_t> cells(4, 0);
+      for (std::int64_t s : {0, 1}) std::ranges::copy(pool.table(s), cells.begin() + 2 * s);
+      return cells;
+    };
+    const PagePool::Write first{.sequence = 0, .first = 0, .count = kShared}, next{.sequence = 1, .first = kShared};
+    CHECK(taken(pool.reserve(std::span(&first, 1))).empty());
+    require_ok(pool.fork(0, 1, kShared));
+    const std::vector<std::int32_t> shared = table();
+    const std::vector<PagePool::Copy> copies = taken(pool.reserve(std::span(&next, 1)));
+    REQUIRE(copies.size() == 1);
+    const std::vector<std::int32_t> cells = fault == Fault::writes_to_shared_page ? shared : table();
+    // Keys and values, of numbers that all differ.
+    std::vector<std::uint16_t> numbers(std::size_t(kPages * kHeads * kPage * kHeadDim));
+    for (std::size_t i = 0; i < numbers.size(); ++i) numbers[i] = std::uint16_t(i);
+    const std::vector<std::uint16_t> row(std::size_t(kHeads * kHeadDim), 0xffff);
+    const std::vector<std::int32_t> lengths{kIdleLength, kShared + 1};
+    const std::vector<RowRun> runs{{.sequence = 1, .first_row = 0, .count = 1}};
+    const auto bytes = [](const auto& values) { return DeviceBytes(std::as_bytes(std::span(values))); };
+    const DeviceBytes k = bytes(numbers), v = bytes(numbers), appended = bytes(row), of_table = bytes(cells),
+                      kv_len = bytes(lengths);
+    ops::KvAppend::Args args{.k = {appended.data(), {1, kHeads, kHeadDim}, DType::f16},
+                             .v = {appended.data(), {1, kHeads, kHeadDim}, DType::f16},
+                             .kv_len = {reinterpret_cast<const std::int32_t*>(kv_len.data()), {2}},
+                             .k_cache = {k.data(), {kPages, kHeads, kPage, kHeadDim}, DType::f16},
+                             .v_cache = {v.data(), {kPages, kHeads, kPage, kHeadDim}, DType::f16},
+                             .runs = runs,
+                             .page_table = {reinterpret_cast<const std::int32_t*>(of_table.data()), {2, 2}}};
+    if (fault == Fault::none)
+      for (const AnyView<4>& cache : {args.k_cache, args.v_cache})
+        require_ok(cuda::enqueue_page_copies(cache, 0, 1, copies, c));
+    require_ok(cuda::run(args, c));
+    require_cuda(cudaDeviceSynchronize());
+    bool is_found = false;
+    for (const DeviceBytes* cache : {&k, &v}) {
+      std::vector<std::uint16_t> got(numbers.size());
+      cache->fetch(got.data());
+      // The entries of the first sequence are what they were, and those of the fork are the same, with one behind them.
+      for (std::int64_t s : {0, 1})
+        for (std::int64_t e = 0; e < kShared + s; ++e)
+          for (std::int64_t i = 0; i < kHeads * kHeadDim; ++i) {
+            const auto place = [&](std::int32_t page) {
+              return std::size_t(((page * kHeads + i / kHeadDim) * kPage + e % kPage) * kHeadDim + i % kHeadDim);
+            };
+            const std::uint16_t expected = e < kShared ? numbers[place(shared[std::size_t(e / kPage)])] : 0xffff;
+            is_found |= got[place(cells[std::size_t(2 * s + e / kPage)])] != expected;
+          }
+    }
+    CHECK(is_found == (fault != Fault::none));
+  }
 }
 
 OP_TEST_CASE("On the GPU runs append to pages - small", "[gpu][pages][runs][small]", Appends) {

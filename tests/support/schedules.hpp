@@ -7,7 +7,6 @@
 #include <optional>
 #include <random>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -27,30 +26,32 @@ inline std::string to_string(const Operation& o) {
   return std::string(names[o.kind]) + "(" + std::to_string(o.a) + ", " + std::to_string(o.b) + ")";
 }
 
-/// A decoder of one schedule.
+/// A decoder of one schedule. Prompts have a multiple of `scale` ids.
 struct Schedule {
-  std::int64_t slots = 1, chunk = 1, pages = 0, page_entries = 1;
+  std::int64_t slots = 1, chunk = 1, pages = 0, page_entries = 1, scale = 1;
   DecoderOptions decoder{};
   std::vector<Operation> operations{};
 };
 
-/// The entries of a slot in all schedules.
-inline constexpr std::int64_t kScheduleCapacity = 32;
-/// The ids of a prompt, at most.
+/// The slots of a schedule, at most, and the entries of a slot by the schedule's scale.
+inline constexpr std::int64_t kScheduleSlots = 5, kScheduleCapacity = 32;
+/// The ids of a prompt, at most, by the schedule's scale, and those that a sequence is given.
 inline constexpr std::uint32_t kSchedulePrompt = 23;
+inline constexpr std::int64_t kScheduleNewTokens = 9;
 
-inline Schedule random_schedule(std::mt19937& random) {
+inline Schedule random_schedule(std::mt19937& random, std::int64_t scale) {
   const auto below = [&](std::uint32_t n) { return std::uint32_t(random() % n); };
   Schedule s;
-  s.slots = 1 + below(5);
-  s.chunk = 1 + below(20);
+  s.scale = scale;
+  s.slots = 1 + below(kScheduleSlots);
+  s.chunk = scale * (1 + below(20));
   if (below(4)) {
     s.page_entries = 1 + below(8);
-    // From what one sequence needs to what all need.
+    // From the pages of one full sequence to those of all.
     const std::int64_t one = (kScheduleCapacity + s.page_entries - 1) / s.page_entries;
     s.pages = one + below(std::uint32_t(one * 2));
   }
-  if (below(3)) s.decoder.step_tokens = below(3) ? 1 + below(24) : 0;
+  if (below(3)) s.decoder.step_tokens = below(3) ? scale * (1 + below(24)) : 0;
   s.decoder.share_prefixes = below(2);
   for (std::uint32_t n = 3 + below(16); n > 0; --n) {
     const std::uint32_t kind = below(10);
@@ -64,39 +65,70 @@ inline Schedule random_schedule(std::mt19937& random) {
   return s;
 }
 
-/// How a sequence of a schedule is continued.
+/// How a sequence of a schedule is continued, by its id and its tokens.
+using OptionsOf = std::function<SequenceOptions(std::uint64_t, std::int64_t)>;
 inline SequenceOptions sampled(std::uint64_t id, std::int64_t tokens) {
   return {.sampling = {.temperature = 1.2, .seed = 5}, .id = id, .max_new_tokens = tokens};
 }
 
-/// What each sequence should be given: its ids, alone in a decoder of one slot. By prompt and id.
+/// What each sequence should be given: its ids, alone in a decoder of one slot, and where its options ask for them their
+/// log-probabilities, bit by bit. By prompt and id.
 class Alone {
  public:
   explicit Alone(Decoder decoder) : decoder_(std::move(decoder)) {}
-  const std::vector<std::int32_t>& operator()(const std::vector<std::int32_t>& prompt, const SequenceOptions& o) {
-    const auto [found, is_new] = known_.try_emplace({prompt, o.id, o.max_new_tokens});
+  virtual ~Alone() = default;
+
+  /// "" where a sequence has what it should be given, or the first of it where it has not ended.
+  std::string fault(const std::vector<std::int32_t>& prompt, const SequenceOptions& o,
+                    const std::vector<std::int32_t>& ids, const std::vector<TokenLogprobs>& logprobs, bool has_ended) {
+    const auto& [expected, expected_logprobs] = given(prompt, o);
+    const auto most = std::size_t(o.max_new_tokens);
+    if (ids.size() > most || (has_ended && ids.size() != most)) return "has " + std::to_string(ids.size()) + " ids";
+    const auto place = std::size_t(std::ranges::mismatch(ids, expected).in1 - ids.begin());
+    if (place < ids.size()) return fault_of_other(prompt, ids, place, expected[place]);
+    for (std::size_t i = 0; i < logprobs.size(); ++i)
+      if (logprobs[i].logprob != expected_logprobs[i].logprob || logprobs[i].top != expected_logprobs[i].top)
+        return "has another log-probability of id " + std::to_string(i);
+    return "";
+  }
+
+ protected:
+  /// What is wrong with a sequence whose id at `place` differs from the id that it has alone.
+  virtual std::string fault_of_other(const std::vector<std::int32_t>&, const std::vector<std::int32_t>&, std::size_t,
+                                     std::int32_t) {
+    return "has other ids than alone";
+  }
+
+ private:
+  struct Given {
+    std::vector<std::int32_t> ids;
+    std::vector<TokenLogprobs> logprobs;
+  };
+  const Given& given(const std::vector<std::int32_t>& prompt, SequenceOptions o) {
+    const auto [found, is_new] = known_.try_emplace({prompt, o.id});
     if (is_new) {
+      o.max_new_tokens = kScheduleNewTokens;
       const auto s = taken(decoder_.add(prompt, o));
       while (decoder_.active()) taken(decoder_.decode());
-      found->second = taken(decoder_.ids(s));
+      found->second = {taken(decoder_.ids(s)), taken(decoder_.logprobs(s))};
       REQUIRE(decoder_.drop(s));
     }
     return found->second;
   }
 
- private:
   Decoder decoder_;
-  std::map<std::tuple<std::vector<std::int32_t>, std::uint64_t, std::int64_t>, std::vector<std::int32_t>> known_;
+  std::map<std::pair<std::vector<std::int32_t>, std::uint64_t>, Given> known_;
 };
 
 struct Counts {
   int forks = 0, given_up = 0, resumed = 0;
 };
 
-/// "" if every sequence of a schedule got the ids that it has alone; otherwise the first that did not. prompt(n, which)
-/// is one of three prompts of n ids; those of other lengths begin with the same ids.
-inline std::string fault(Decoder d, const Schedule& schedule,
-                         const std::function<std::vector<std::int32_t>(std::int64_t, std::uint64_t)>& prompt_of,
+/// One of three prompts of n ids; those of other lengths begin with the same ids.
+using PromptOf = std::function<std::vector<std::int32_t>(std::int64_t, std::uint64_t)>;
+
+/// "" if every sequence of a schedule was given what it has alone; otherwise the first that was not.
+inline std::string fault(Decoder d, const Schedule& schedule, const PromptOf& prompt_of, const OptionsOf& options_of,
                          Alone& alone, Counts& counts) {
   using Ids = std::vector<std::int32_t>;
   struct Sequence {
@@ -118,22 +150,20 @@ inline std::string fault(Decoder d, const Schedule& schedule,
     return "";
   };
   const auto check = [&](Decoder::Sequence s) -> std::string {
-    const Ids& expected = alone(living.at(s).prompt, living.at(s).options);
+    const auto& [prompt, options] = living.at(s);
     const Ids ids = taken(d.ids(s));
-    const bool ended = taken(d.finish(s)) != Finish::running;
-    if (ids != emitted[s]) return "sequence " + std::to_string(s) + " was not told all its ids";
-    if (ids.size() > expected.size() || !std::equal(ids.begin(), ids.end(), expected.begin()) ||
-        (ended && ids.size() != expected.size()))
-      return "sequence " + std::to_string(s) + " has other ids than alone";
-    return "";
+    std::string wrong = "was not told all its ids";
+    if (ids == emitted[s])
+      wrong = alone.fault(prompt, options, ids, taken(d.logprobs(s)), taken(d.finish(s)) != Finish::running);
+    return wrong.empty() ? wrong : "sequence " + std::to_string(s) + " " + wrong;
   };
   for (const Operation& o : schedule.operations) {
     std::string wrong;
-    const SequenceOptions options = sampled(o.b % 3, 1 + o.b / 3 % 9);
+    const SequenceOptions options = options_of(o.b % 3, 1 + o.b / 3 % kScheduleNewTokens);
     switch (o.kind) {
       case Operation::add: {
         // Few prompts, some of which begin alike.
-        const Ids prompt = prompt_of(1 + o.a % kSchedulePrompt, o.a / kSchedulePrompt % 3);
+        const Ids prompt = prompt_of(schedule.scale * (1 + o.a % kSchedulePrompt), o.a / kSchedulePrompt % 3);
         living[taken(d.add(prompt, options))] = {prompt, options};
         break;
       }
@@ -144,7 +174,8 @@ inline std::string fault(Decoder d, const Schedule& schedule,
         const Ids ids = taken(d.ids(of->first));
         tokens.insert(tokens.end(), ids.begin(), ids.end());
         std::optional<std::int64_t> n;
-        if (o.a / 64 % 2) n = 1 + std::int64_t(o.a / 128 % std::min<std::size_t>(tokens.size(), kSchedulePrompt));
+        const auto most = std::min(tokens.size(), std::size_t(schedule.scale) * kSchedulePrompt);
+        if (o.a / 64 % 2) n = 1 + std::int64_t(o.a / 128 % most);
         tokens.resize(std::size_t(n.value_or(std::int64_t(of->second.prompt.size()))));
         living[taken(d.fork(of->first, options, n))] = {tokens, options};
         ++counts.forks;
@@ -186,24 +217,31 @@ inline Schedule shrunk(Schedule s, const std::function<bool(const Schedule&)>& i
   return s;
 }
 
+inline std::string to_string(const Schedule& s) {
+  std::string text = std::to_string(s.slots) + " slots, " + std::to_string(s.pages) + " pages of " +
+                     std::to_string(s.page_entries) + ", chunk " + std::to_string(s.chunk) + ", step_tokens " +
+                     std::to_string(s.decoder.step_tokens.value_or(-1)) + ", share_prefixes " +
+                     std::to_string(s.decoder.share_prefixes) + ":";
+  for (const Operation& o : s.operations) text += " " + to_string(o);
+  return text;
+}
+
 /// Runs `rounds` random schedules by decoders that make(schedule) makes, and shrinks the first that has a fault.
-inline Counts check_schedules(int rounds, const std::function<Decoder(const Schedule&)>& make,
-                              const std::function<std::vector<std::int32_t>(std::int64_t, std::uint64_t)>& prompt_of,
-                              Alone& alone) {
-  std::mt19937 random(11);
+/// `first` is the number of the first one.
+inline Counts check_schedules(int first, int rounds, std::int64_t scale,
+                              const std::function<Decoder(const Schedule&)>& make, const PromptOf& prompt_of,
+                              const OptionsOf& options_of, Alone& alone) {
   Counts counts;
-  for (int round = 0; round < rounds; ++round) {
-    const Schedule s = random_schedule(random);
-    const std::string wrong = fault(make(s), s, prompt_of, alone, counts);
+  for (int round = first; round < first + rounds; ++round) {
+    std::mt19937 random{std::uint32_t(round)};
+    const Schedule s = random_schedule(random, scale);
+    const std::string wrong = fault(make(s), s, prompt_of, options_of, alone, counts);
     if (wrong.empty()) continue;
     Counts ignored;
-    const Schedule least =
-        shrunk(s, [&](const Schedule& less) { return !fault(make(less), less, prompt_of, alone, ignored).empty(); });
-    std::string text;
-    for (const Operation& o : least.operations) text += to_string(o) + " ";
-    FAIL(wrong << " in schedule " << round << ": " << s.slots << " slots, " << s.pages << " pages of " << s.page_entries
-               << ", chunk " << s.chunk << ", step_tokens " << s.decoder.step_tokens.value_or(-1) << ", share_prefixes "
-               << s.decoder.share_prefixes << ": " << text);
+    const Schedule least = shrunk(s, [&](const Schedule& less) {
+      return !fault(make(less), less, prompt_of, options_of, alone, ignored).empty();
+    });
+    FAIL(wrong << " in schedule " << round << ": " << to_string(least));
   }
   return counts;
 }

@@ -5,7 +5,7 @@
 
 namespace cf::cuda {
 
-/// linear with a packed GPTQ weight by launches of up to 16 tokens.
+/// linear with a packed GPTQ weight by launches of gptq_most_tokens() tokens or fewer.
 Status launch_packed(const ops::Linear::Args& args, const PackedLaunches& plan, LaunchList& launches);
 
 }  // namespace cf::cuda
