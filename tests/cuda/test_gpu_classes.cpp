@@ -111,11 +111,12 @@ constexpr std::int64_t kTokens[] = {1,   2,   3,   7,   8,   9,   15,  16,  17, 
 /// Checks that each row of a call of kMostTokens rows has one value in all steps of a class: among the first n rows of
 /// the call, and among n others. Returns the number of classes with more than one size.
 template <class Op>
-int check_classes(DeviceProblem<Op>& p, std::span<const int> bits, cuda::Context& c, cuda::Scratch scratch) {
+int check_classes(DeviceProblem<Op>& p, std::span<const int> bits, cuda::Context& c, cuda::Scratch scratch,
+                  std::span<const std::int64_t> sizes = kTokens) {
   int compared = 0;
   for (const cuda::TokenRange& range : cuda::step_classes(c.arch(), bits)) {
     std::vector<std::string> expected;  // of the rows that were seen in this class
-    for (auto n = std::rbegin(kTokens); n != std::rend(kTokens); ++n) {
+    for (auto n = sizes.rbegin(); n != sizes.rend(); ++n) {
       if (*n < range.first || *n > range.last) continue;
       const bool is_first = expected.empty();
       if (is_first) expected.resize(kMostTokens);
@@ -161,6 +162,22 @@ TEST_CASE("classes on the GPU: a row of a product has the same bits in all steps
         INFO(to_string(dtype) << ", " << gptq.bits << " bits, epilogue " << int(epilogue));
         for (cuda::Context& c : all_contexts()) CHECK(check_classes(p, bits, c, scratch.get()) >= 10);
       }
+    }
+}
+
+TEST_CASE("classes on the GPU: a row of a product with a packed weight has the same bits at every width of a class",
+          "[gpu][classes]") {
+  const Scratch scratch;
+  std::vector<std::int64_t> sizes;
+  for (std::int64_t tokens = 1; tokens <= 300; ++tokens) sizes.push_back(tokens);
+  sizes.insert(sizes.end(), {512, 1000, 1999, 2048});
+  cuda::Context c = context();
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (const GptqSetup& gptq : {GptqSetup{4, 128, 1, false}, GptqSetup{4, 32, 0, true}, GptqSetup{8, 64, 1, false}}) {
+      const std::vector<int> bits{gptq.bits};
+      DeviceProblem<ops::Linear> p(setup(dtype, gptq), linear_example(kMostTokens, 648, 264, Epilogue::residual));
+      INFO(to_string(dtype) << ", " << gptq.bits << " bits");
+      CHECK(check_classes(p, bits, c, scratch.get(), sizes) >= 290);
     }
 }
 

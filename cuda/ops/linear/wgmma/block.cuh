@@ -14,6 +14,11 @@ namespace cf::cuda {
 inline constexpr int kWgmmaConsumers = 32 * kLinearWgmmaWarps;
 inline constexpr int kWgmmaThreads = kWgmmaConsumers + 32;  // the last warp starts the copies
 
+/// A block whose consumers need more registers than there are for each thread has a whole warpgroup beside them, which
+/// gives them most of its own.
+inline constexpr int kWgmmaMostThreads = kWgmmaConsumers + 128, kWgmmaRegisters = 240, kWgmmaCopyRegisters = 24;
+static_assert(kWgmmaConsumers * kWgmmaRegisters + 128 * kWgmmaCopyRegisters <= kH200.registers_per_sm);
+
 struct WgmmaCall {
   LinearOutput output;
   int tokens, steps, splits, stages;
@@ -171,8 +176,10 @@ struct Finish {
 };
 
 /// Makes the block's rows of the product. One warp calls copy(ring, steps, first_row), which fills the ring; the
-/// consumer warps call multiply(ring, steps, first_row, sum), which empties it.
-template <class T, int Tokens, bool Gated, class Ring, class Order, class Copy, class Multiply>
+/// consumer warps call multiply(ring, steps, first_row, sum), which empties it. In a block of kWgmmaMostThreads the
+/// consumers take kWgmmaRegisters, which the last warpgroup gives.
+template <class T, int Tokens, bool Gated, class Ring, int Threads = kWgmmaThreads, class Order, class Copy,
+          class Multiply>
 __device__ void multiply_rows(const WgmmaCall& c, const Order& order, Copy copy, Multiply multiply) {
   extern __shared__ unsigned char smem[];
   __shared__ std::uint64_t full[kMostLinearWgmmaStages], empty[kMostLinearWgmmaStages], arrived;
@@ -189,21 +196,25 @@ __device__ void multiply_rows(const WgmmaCall& c, const Order& order, Copy copy,
   const int warp = threadIdx.x / 32, rank = c.splits > 1 ? cluster_rank() : 0;
   const int first_row = int(blockIdx.x) / c.splits * kLinearWgmmaTileRows;
   const Steps steps(c, rank);
-  float sum[Tokens / 2] = {};
-  if (warp == kLinearWgmmaWarps) {
-    copy(ring, steps, first_row);
-  } else {
-    multiply(ring, steps, first_row, sum);
-  }
-
-  const Parts<Tokens> parts{reinterpret_cast<float*>(ring.first), c.splits};
   ClusterInbox inbox(&arrived);
-  __syncthreads();  // no warp reads the ring any more
-  if (c.splits > 1) {
-    inbox.open();
-    inbox.connect();
+  const auto meet = [&] {
+    __syncthreads();  // no warp reads the ring any more
+    if (c.splits > 1) {
+      inbox.open();
+      inbox.connect();
+    }
+  };
+  if (warp >= kLinearWgmmaWarps) {
+    if constexpr (Threads == kWgmmaMostThreads) give_registers<kWgmmaCopyRegisters>();
+    if (warp == kLinearWgmmaWarps) copy(ring, steps, first_row);
+    meet();
+    return;
   }
-  if (warp == kLinearWgmmaWarps) return;
+  if constexpr (Threads == kWgmmaMostThreads) take_registers<kWgmmaRegisters>();
+  float sum[Tokens / 2] = {};
+  multiply(ring, steps, first_row, sum);
+  meet();
+  const Parts<Tokens> parts{reinterpret_cast<float*>(ring.first), c.splits};
   const int owner = warp * c.splits / kLinearWgmmaWarps;
   float* const to = parts.part(warp - linear_wgmma_first_warp(c.splits, owner), rank);
   if (owner == rank)

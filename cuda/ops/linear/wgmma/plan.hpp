@@ -5,7 +5,6 @@
 #include <string_view>
 
 #include "core/dtype.hpp"
-#include "cuda/ops/token_launches.hpp"
 #include "cuda/runtime/arch.hpp"
 #include "cuda/runtime/plan_text.hpp"
 
@@ -106,31 +105,6 @@ constexpr LinearWgmmaPlan linear_wgmma_plan(const Arch& arch, std::int64_t token
           .stages = stages,
           .smem_bytes = extra_bytes + stages * stage_bytes};
 }
-
-/// Tokens of a launch with a packed GPTQ weight: more leave no registers.
-inline constexpr std::int64_t kGptqWgmmaTile = 64;
-
-/// Why a product of a packed weight does not go there. Empty where it does: codes of 4 bits, whose columns are the
-/// inputs in their order.
-constexpr std::string_view why_no_gptq_wgmma(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
-                                             DType activation, int bits, bool has_order) {
-  if (tokens < arch.tuning->packed_wgmma_first) return "takes more tokens";
-  if (tokens > arch.tuning->packed_wgmma_tokens) return "takes fewer tokens";
-  if (bits != 4) return "takes codes of 4 bits";
-  if (has_order) return "takes columns in the inputs' order";
-  return why_no_wgmma(arch, in, out, activation);
-}
-constexpr bool is_gptq_wgmma(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out, DType activation,
-                             int bits, bool has_order) {
-  return why_no_gptq_wgmma(arch, tokens, in, out, activation, bits, has_order).empty();
-}
-
-/// The plan of one such launch.
-constexpr LinearWgmmaPlan gptq_wgmma_plan(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out) {
-  return linear_wgmma_plan(arch, std::max<std::int64_t>(tokens, 17), in, out, 4);
-}
-
-using WgmmaPackedLaunches = TokenLaunches<LinearWgmmaPlan>;
 
 static_assert(kH200Tuning.wgmma_tokens <= kLinearWgmmaTokens);
 static_assert(linear_wgmma_parts_bytes(128, 1) <= linear_wgmma_plan(kH200, 128, 64, 128).smem_bytes - 1024);
