@@ -28,7 +28,7 @@ import bench_record
 import golden_file
 import plot_bench
 from console import Refusal
-from peers import model_peers, programs
+from peers import int4_products, model_peers, programs
 
 MODELS = ("pythia-410m", "pythia-1.4b", "pythia-2.8b", "pythia-6.9b", "pythia-12b")
 LLAMAS = ("llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "qwen2.5-7b", "llama-3.1-8b")
@@ -327,6 +327,29 @@ def peers(figures):
                 lines += [PEERS_OF_KERNELS, ""]
             lines += [picture, ""] * bool(picture)
     return lines
+
+
+def int4(figures):
+    """A layer's four products with int4 weights beside others, and what float64 says of their outputs."""
+    report = figures["int4-peers"]
+    if not report:
+        return ["Not recorded."]
+    rows = report["results"]["int4"]
+    systems, layers = int4_products.layer_rows(rows)
+
+    def text(layer, system):
+        time, ours = layer[system], layer.get(int4_products.OURS)
+        if time is None:
+            return "-"
+        return f"{time:.1f}" + (f" ({time / ours:.2f}x)" if ours and system != int4_products.OURS else "")
+
+    cells = [
+        [layer["preset"].title(), str(layer["tokens"]), *(text(layer, system) for system in systems)]
+        for layer in layers
+    ]
+    lines = table(["model", "tokens", *(f"{system}, us" for system in systems)], cells)
+    about = f"With {versions(report)}: {figures.sources(['int4-peers'])}"
+    return [*lines, "", about, "", "Against float64:", "", *int4_products.findings(rows)]
 
 
 def versions(report):
@@ -628,6 +651,14 @@ wait for each other.
 
 {quantised}
 
+## Int4 products beside others
+
+A layer's four products, each measured by itself with cold weights, added up. Weights are GPTQ's, of 4 bits in groups of
+128; torch's int4 is its own format in bfloat16; cublaslt_float16 has weights of 16 bits. In brackets: over ours. cf_ops
+is our Python package, whose outputs are checked; cf-op has the times of the same kernels.
+
+{int4}
+
 ## What each choice of the persistent kernel is worth
 
 Pythia-2.8B: a layer's time with one choice of the plan another way, over its time with the plan's own.
@@ -723,7 +754,7 @@ def contents(text):
 
 
 def page(figures):
-    parts = (ways_to_step, gpu_model, many, python, quality, batches, same_bits, quantised, ablation, growth, peers,
+    parts = (ways_to_step, gpu_model, many, python, quality, batches, same_bits, quantised, int4, ablation, growth, peers,
              cpu_model, cpu_busy, not_measured, commands)  # fmt: skip
     made = {part.__name__: "\n".join(part(figures)) for part in parts}
     text = PAGE.format(**made, gpu=figures.gpu, commits=commits(figures), contents=contents(PAGE))

@@ -318,7 +318,7 @@ def cell(row, what, ratio):
     if row["system"].startswith("cf-"):
         percent = of_floor(row)
         if percent > 100 and "limit_note" not in row:
-            # An early run: what it took for the memory's speed was less than that.
+            # An early run, which measured the memory's speed too low.
             return f"{time} (no share){lines}"
         return f"{time} ({percent:.0f} %{cause(percent, row)}){lines}"
     return time + (f" ({ratio:.2f}x)" if ratio else "") + lines

@@ -32,11 +32,13 @@ import bench_record
 import bench_versions
 import console
 import families
+import gptq
 import hf_model
 import model_config
 import plot_bench
 import procedural
-from peers import flashinfer_attention, layer_bench, model_bench, model_peers, programs, stacks, table, timing
+from peers import flashinfer_attention, int4_bench, int4_products, layer_bench, model_bench, model_peers, programs
+from peers import stacks, table, timing, triton_gptq
 
 
 def configuration(kv_len, median_us, impl="graph", sites=()):
@@ -813,6 +815,139 @@ sys.exit("no such model" if "nowhere" in argv else 0)
             self.assertEqual((code, error.count("\n")), (2, 1))
 
 
+CF_OP_INT4 = """#!/usr/bin/env python3
+import json, sys
+of = lambda option: sys.argv[sys.argv.index(option) + 1]
+if of("--preset") == "pythia-160m":
+    sys.exit("cf-op: no memory")
+times = {key: 2.0 for key in ("median_us", "p10_us", "p99_us", "bytes", "floor_us")} | {"cold": True}
+results = [
+    times | {"batch": int(n), "site": site} for n in of("--batch").split(",") for site in ("a", "b", "c", "d", "layer")
+]
+with open(of("--json"), "w") as file:
+    json.dump({"commit": "abc", "op": "linear", "group": of("--group"), "results": results}, file)
+"""
+
+
+class Int4(Files):
+    class Peer:
+        is_ours, sets = False, 4
+
+        def __init__(self, product):
+            self.product = product
+
+        def activations(self, tokens):
+            return tokens
+
+        def run(self, x):
+            pass
+
+        def errors(self, x):
+            return {"max_error": 0.001, "of_bound": 0.5, "non_finite": int(x == 512)}
+
+    class Ours(Peer):
+        is_ours = True
+
+    class Missing(Peer):
+        def __init__(self, product):
+            raise ImportError("no module")
+
+    def bench(self, **fields):
+        arguments = {"runs": 2, "warmup": 1, "time_limit_s": 60, "peer_timeout_s": 30, "json": None}
+        arguments |= {"cf_op": self.write("cf-op", CF_OP_INT4, True), "tokens": [1, 512]}
+        arguments |= {"peers": ["cf_ops", "good", "missing"]}
+        bench = int4_bench.Int4Bench(argparse.Namespace(**(arguments | fields)), {"gpu": "a GPU"})
+        bench.free = lambda: None
+        bench.timer.graph = lambda step: [4.0, 8.0, 16.0]
+        return bench
+
+    def test_the_products_of_a_layer(self):
+        of = lambda preset: [
+            (p.name, p.outputs, p.inputs) for p in int4_products.products_of(model_config.PRESETS[preset])
+        ]
+        self.assertEqual(of("pythia-2.8b"), [("qkv", 7680, 2560), ("dense", 2560, 2560), ("up", 10240, 2560),
+                                             ("down", 2560, 10240)])  # fmt: skip
+        self.assertEqual(of("llama-3.1-8b"), [("qkv", 6144, 4096), ("dense", 4096, 4096), ("up", 28672, 4096),
+                                              ("down", 4096, 14336)])  # fmt: skip
+
+    def test_ours_and_peers_are_rows_with_times_and_errors(self):
+        bench = self.bench()
+        with mock.patch.object(
+            int4_products, "PEERS", {"cf_ops": self.Ours, "good": self.Peer, "missing": self.Missing}
+        ):
+            bench.run("pythia-14m")
+            bench.run("pythia-160m")
+        rows = bench.findings()["results"]["int4"]
+        ours = [r for r in rows if r["system"] == "cf-op"]
+        self.assertEqual([(r["preset"], r["tokens"], r["product"]) for r in ours if "error" not in r],
+                         [("pythia-14m", n, name) for n in (1, 512) for name in ("qkv", "dense", "up", "down")])  # fmt: skip
+        self.assertIn("cf-op: no memory", ours[-1]["error"])
+        good = [r for r in rows if r["system"] == "good"]
+        self.assertEqual(good[0], {"preset": "pythia-14m", "tokens": 1, "product": "qkv", "system": "good",
+                                   "median_us": 2.0, "p10_us": 1.2, "p99_us": 3.96, "max_error": 0.001,
+                                   "of_bound": 0.5, "non_finite": 0, "ratio": 1.0})  # fmt: skip
+        self.assertNotIn("ratio", good[-1])  # of pythia-160m there are no times of ours
+        checked = [r for r in rows if r["system"] == "cf_ops"]
+        self.assertEqual((len(checked), {"median_us" in r for r in checked}), (16, {False}))
+        self.assertEqual({r["error"] for r in rows if r["system"] == "missing"}, {"ImportError: no module"})
+        table = int4_products.table(rows)
+        self.assertEqual(
+            table[0], "| preset | product | tokens | cf-op, us | good, us | missing, us | beyond roundings |"
+        )
+        self.assertEqual(table[3], "| pythia-14m | qkv | 512 | 2.0 | 2.0 |  | cf_ops: 1 not finite; "
+                                   "good: 1 not finite; missing: ImportError: no module |")  # fmt: skip
+
+    def test_the_page_adds_a_layer_s_products_up_and_says_what_is_wrong(self):
+        self.assertEqual(bench_page.int4({"int4-peers": None}), ["Not recorded."])
+        bench = self.bench()
+        with mock.patch.object(
+            int4_products, "PEERS", {"cf_ops": self.Ours, "good": self.Peer, "missing": self.Missing}
+        ):
+            bench.run("pythia-14m")
+        report = {"commit": "abc", "gpu": "a GPU", "command": "x", "versions": {"torch": "2"}} | bench.findings()
+        self.write("int4-peers.json", json.dumps(report))
+        lines = bench_page.int4(bench_page.Figures(self.directory))
+        self.assertEqual(lines[:4], ["| model | tokens | cf-op, us | good, us |", "|---|---:|---:|---:|",
+                                     "| Pythia-14M | 1 | 8.0 | 8.0 (1.00x) |",
+                                     "| Pythia-14M | 512 | 8.0 | 8.0 (1.00x) |"])  # fmt: skip
+        of_512 = ", ".join(f"pythia-14m {name} of 512 tokens" for name in ("qkv", "dense", "up", "down"))
+        said = f"the largest error is 0.001 of the outputs' root mean square; beyond roundings: {of_512}."
+        self.assertEqual(lines[-3:], [f"- cf_ops: {said}", f"- good: {said}",
+                                      "- missing: failed 8 times: ImportError: no module."])  # fmt: skip
+
+    @unittest.skipUnless(HAS_TORCH, "needs torch")
+    def test_a_weight_is_dequantised_as_gptq_says_and_errors_are_seen(self):
+        import torch
+
+        product = int4_products.Product("qkv", 64, 256)
+
+        class Exact(int4_products.Peer):
+            device = "cpu"
+
+            def make(self, is_first):
+                parts = triton_gptq.random_gptq(64, 256, "cpu")
+                if is_first:
+                    self.weight = int4_products.dequantised(parts)
+                    self.parts = parts
+                return int4_products.dequantised(parts)
+
+            def multiply(self, x, form):
+                return (x.double() @ form.T).half()
+
+        with mock.patch.object(int4_products, "sets_beyond_l2", lambda set_bytes: 3):
+            exact = Exact(product)
+        self.assertEqual(len(exact.forms), 3)
+        parts = {name: part.numpy() for name, part in exact.parts.items()}
+        expected = gptq.dequantise(parts | {"g_idx": np.arange(256) // 128}, 4, True)
+        self.assertEqual(float((exact.weight - torch.from_numpy(expected)).abs().max()), 0)
+        x = exact.activations(5)
+        self.assertLess(exact.errors(x)["of_bound"], 1)
+        exact.multiply = lambda x, form: (x.double() @ form.T * 1.01).half().index_fill(0, torch.tensor([2]), torch.nan)
+        found = exact.errors(x)
+        self.assertGreater(found["of_bound"], 1)
+        self.assertEqual(found["non_finite"], 64)
+
+
 class Refusals(Files):
     def check(self, script, words, *argv):
         code, out, error = run(script, *argv)
@@ -832,6 +967,10 @@ class Refusals(Files):
         self.check(bench_peers, "nowhere: no such program", "--cf-layer", "nowhere")
         self.check(bench_peers, "/nowhere: no such directory", *programs, "--json", "/nowhere/x.json")
         self.check(bench_peers, "--slots: expected with --what model", "--slots", "1")
+        self.check(bench_peers, "--tokens: expected with --what int4", "--tokens", "1")
+        self.check(bench_peers, "--peers must be of cf_ops, humming, ", "--what", "int4", "--peers", "linear")
+        self.check(bench_peers, "nowhere: no such program; scripts/test builds it, --cf-op names it",
+                   "--what", "int4", "--cf-op", "nowhere")  # fmt: skip
 
     def test_bench_peers_of_models(self):
         check = functools.partial(self.check, bench_peers)

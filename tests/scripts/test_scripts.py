@@ -447,6 +447,7 @@ class BenchGpu(Scripts):
             ("python", {"bench_python.py"}),
             ("peers", {"bench_peers.py"}),
             ("layer-peers", {"bench_peers.py"}),
+            ("int4", {"bench_peers.py"}),
         ):
             os.remove(self.log)
             result, calls = self.measure(arguments=("--only", part, "out"))

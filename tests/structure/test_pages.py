@@ -84,6 +84,11 @@ class Pages(unittest.TestCase):
             bench_page.refuse_mixed(figures)
         self.assertGreater(len(figures.runs()), 50)
 
+    def test_the_glossary_is_short(self):
+        text = read(os.path.join(ROOT, "CONTRIBUTING.md"))
+        rows = re.search(r"^\| word \| meaning \|\n\|---\|---\|\n((?:\|.*\n)+)", text, re.MULTILINE).group(1)
+        self.assertLessEqual(len(rows.splitlines()), 25)
+
     def test_anchors_are_those_of_headings(self):
         self.assertEqual(anchors("# A b\n```sh\n# no\n```\n## The layer's end, two\n"), {"a-b", "the-layers-end-two"})
 

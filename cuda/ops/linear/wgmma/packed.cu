@@ -28,31 +28,25 @@ constexpr int threads_of(int token_tile) { return token_tile > 64 ? kWgmmaMostTh
 template <class T, int Tokens, int Halves, bool Gated>
 __global__ void __launch_bounds__(threads_of(Tokens), 1)
     linear_wgmma_gptq_kernel([[maybe_unused]] const __grid_constant__ CUtensorMap x,
+                             [[maybe_unused]] const __grid_constant__ CUtensorMap codes,
+                             [[maybe_unused]] const __grid_constant__ CUtensorMap scales,
                              [[maybe_unused]] const __grid_constant__ PackedCall c) {
 #ifdef CF_HAVE_WGMMA
-  if (threadIdx.x == kWgmmaConsumers) prefetch_map(&x);
-  using Ring = WgmmaRing<Tokens, 4>;
-  static_assert(Ring::a_bytes == kLinearWgmmaWarps * kGptqTileBytes && kLinearWgmmaColumns == kGptqColumns);
-  const GptqMatrix& m = c.weight.matrix;
+  if (threadIdx.x == kWgmmaConsumers)
+    for (const CUtensorMap* map : {&x, &codes, &scales}) prefetch_map(map);
+  using Ring = PackedRing<Tokens>;
   const PackedOrder order{c.weight.pairs};
-  // Of tiles that the matrix does not have nothing is finished.
-  const auto tile = [&](int first_row, int i) { return min(first_row / kGptqRows + i, m.tiles - 1); };
   multiply_rows<T, Tokens, Gated, Ring, threads_of(Tokens)>(
       c.product, order,
       [&](const Ring& ring, const Steps& steps, int first_row) {
-        // A lane copies a tile.
-        const char* const codes = m.codes + long(tile(first_row, threadIdx.x % 32)) * m.chunks * kGptqTileBytes;
         copy_steps(ring, steps, x, [&](int lane, int step, unsigned char* to, std::uint64_t* full) {
-          if (lane < kLinearWgmmaWarps)
-            copy_bulk(to + lane * kGptqTileBytes, codes + step * kGptqTileBytes, kGptqTileBytes, full);
+          if (lane == 0) copy_packed(to, codes, scales, c.weight.halves_a_group, first_row / kGptqRows, step, full);
         });
       },
-      [&](const Ring& ring, const Steps& steps, int first_row, float(&sum)[Tokens / 2]) {
-        const long first = long(tile(first_row, threadIdx.x / 32)) * m.groups * kGptqGroupBytes;
-        const CodeScales scales{m.scales + first + threadIdx.x % 32 / 4 * 8, m.groups};
+      [&](const Ring& ring, const Steps& steps, int, float(&sum)[Tokens / 2]) {
         RingSlot slot;
         multiply_codes<T, Tokens, Halves>(
-            ring, slot, steps.first, steps.count, scales, c.weight.halves_a_group,
+            ring, slot, steps.first, steps.count, c.weight.halves_a_group,
             [&](int stage) {
               __syncwarp();  // all lanes have read the codes
               if (threadIdx.x % 32 == 0) arrive(ring.empty + stage);
@@ -84,6 +78,7 @@ Status launch_wgmma_packed(const ops::Linear::Args& a, const WgmmaPackedPlan& pl
   CF_TRY_ASSIGN(const PackedOperand weight, packed_operand(a));
   CF_TRY_ASSIGN(const PackedInput x, packed_input(a, weight, launches));
   const LinearWgmmaPlan& p = plan.product;
+  CF_TRY_ASSIGN(const PackedMaps maps, packed_maps(weight.matrix));
   CUtensorMap map;
   CF_TRY(
       make_tensor_map({.data = x.data, .dtype = dtype, .columns = x.columns, .rows = a.x.shape[0]}, p.token_tile, map));
@@ -97,7 +92,7 @@ Status launch_wgmma_packed(const ops::Linear::Args& a, const WgmmaPackedPlan& pl
                    .smem_bytes = std::size_t(p.smem_bytes),
                    .cluster_blocks = p.splits},
                   kernel_for<T>(p.token_tile, weight.halves_a_group % 2 == 0, a.epilogue == ops::Epilogue::swiglu), map,
-                  c);
+                  maps.codes, maps.scales, c);
   };
   return dtype == DType::f16 ? add(f16{}) : add(bf16{});
 }

@@ -13,8 +13,13 @@
 
 namespace cf::cuda {
 
-/// Bits of a packed code. Up to this many tokens, whose rows and tiles an int counts.
-inline constexpr int kGptqBits = 4;
+/// A stage's weights: the codes of kLinearWgmmaTileRows rows and kLinearWgmmaColumns columns, and these rows' scales and
+/// zeros in two groups, the second of which begins where the columns have more than one.
+inline constexpr int kPackedCodesBytes = linear_wgmma_weight_bytes(4),
+                     kPackedScalesBytes = kLinearWgmmaTileRows / kGptqRows * 2 * kGptqGroupBytes,
+                     kPackedWeightBytes = kPackedCodesBytes + kPackedScalesBytes;
+
+/// Up to this many tokens, whose rows and tiles an int counts.
 inline constexpr std::int64_t kPackedTilesTokens = std::int64_t(1) << 24;
 
 /// Why Hopper's tensor cores do not multiply a packed weight of `rows` rows. Empty where they do.
@@ -65,7 +70,7 @@ constexpr WgmmaPackedPlan wgmma_packed_plan(const Arch& arch, const GptqLayout& 
   // Groups that end within a step have no kernel of 32 tokens a tile.
   const std::int64_t fewest = layout.columns_per_group % kLinearWgmmaColumns ? 33 : 17;
   return {.product = linear_wgmma_plan(arch, std::max(tokens, fewest), std::int64_t(layout.chunks) * kGptqColumns, rows,
-                                       kGptqBits),
+                                       kPackedWeightBytes),
           .columns_bytes = packed_columns_bytes(layout, tokens)};
 }
 
@@ -82,7 +87,7 @@ inline constexpr int kPackedTilesChunkFloats = kPackedTilesChunk * kLinearWgmmaP
 
 /// The stages of a block's ring. Beside the ring a block has its chunks, and its barriers as static memory.
 inline constexpr int kPackedTilesStaticBytes = 256;
-inline constexpr int kPackedTilesStageBytes = linear_wgmma_stage_bytes(kPackedTilesTokenRows, kGptqBits);
+inline constexpr int kPackedTilesStageBytes = kPackedWeightBytes + kPackedTilesTokenRows * kLinearWgmmaColumns * 2;
 inline constexpr int kPackedTilesChunksBytes = kLinearWgmmaWarps * kPackedTilesChunkFloats * 4;
 inline constexpr int kPackedTilesStages =
     (kH200.smem_per_block_bytes - 1024 - kPackedTilesStaticBytes - kPackedTilesChunksBytes) / kPackedTilesStageBytes;

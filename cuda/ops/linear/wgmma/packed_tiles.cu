@@ -1,6 +1,7 @@
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/sync.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/ops/linear/output.cuh"
 #include "cuda/ops/linear/wgmma/codes.cuh"
 #include "cuda/ops/linear/wgmma/packed_call.hpp"
@@ -24,7 +25,7 @@ struct PackedTilesCall {
 
 #ifdef CF_HAVE_WGMMA
 constexpr int kTokens = kPackedTilesTokenRows;
-using Ring = WgmmaRing<kTokens, kGptqBits>;
+using Ring = PackedRing<kTokens>;
 static_assert(Ring::stage_bytes == kPackedTilesStageBytes);
 
 /// The first token and the first row of a block's tile in a group.
@@ -35,32 +36,25 @@ struct Tile {
         row((group / c.token_groups * kPackedTilesBlocks + rank) * kLinearWgmmaTileRows) {}
 };
 
-/// A warp starts the copies of a block's tiles. Each block loads a part of x for all blocks of its cluster. The first
+/// One lane starts the copies of a block's tiles. Each block loads a part of x for all blocks of its cluster. The first
 /// weights are requested before the wait for the previous kernel, x after it.
-__device__ void copy_tiles(const Ring& ring, const PackedTilesCall& c, int rank, int first_group,
-                           const CUtensorMap& x) {
+__device__ void copy_tiles(const Ring& ring, const PackedTilesCall& c, int rank, int first_group, const CUtensorMap& x,
+                           const CUtensorMap& codes, const CUtensorMap& scales) {
   constexpr int x_rows = kTokens / kPackedTilesBlocks;
-  const GptqMatrix& m = c.weight.matrix;
-  const int lane = threadIdx.x % 32;
-  const auto codes_of = [&](const Tile& tile) {
-    return m.codes + long(min(tile.row / kGptqRows + lane, m.tiles - 1)) * m.chunks * kGptqTileBytes;
-  };
-  const auto copy_codes = [&](const char* codes, int i, int stage) {
-    if (lane == 0) arrive_expecting(ring.full + stage, ring.stage_bytes);
-    __syncwarp();
-    if (lane < kLinearWgmmaWarps)
-      copy_bulk(ring.a(stage) + lane * kGptqTileBytes, codes + i * kGptqTileBytes, kGptqTileBytes, ring.full + stage);
+  const int steps = c.weight.matrix.chunks;
+  const auto copy_weight = [&](const Tile& tile, int i, int stage) {
+    arrive_expecting(ring.full + stage, ring.stage_bytes);
+    copy_packed(ring.a(stage), codes, scales, c.weight.halves_a_group, tile.row / kGptqRows, i, ring.full + stage);
   };
   const auto copy_x = [&](const Tile& tile, int i, int stage) {
     constexpr std::uint16_t all = (1 << kPackedTilesBlocks) - 1;
-    if (lane == 0)
-      copy_tensor_tile_to(all, ring.b(stage) + rank * x_rows * kTileRowBytes, &x, i * kLinearWgmmaColumns,
-                          tile.token + rank * x_rows, 0, ring.full + stage);
+    copy_tensor_tile_to(all, ring.b(stage) + rank * x_rows * kTileRowBytes, &x, i * kLinearWgmmaColumns,
+                        tile.token + rank * x_rows, 0, ring.full + stage);
   };
-  const int ahead = min(m.chunks, ring.stages);
+  const int ahead = min(steps, ring.stages);
   const Tile first_tile(c, first_group, rank);
 #pragma unroll 1
-  for (int i = 0; i < ahead; ++i) copy_codes(codes_of(first_tile), i, i);
+  for (int i = 0; i < ahead; ++i) copy_weight(first_tile, i, i);
   wait_for_predecessors();
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) copy_x(first_tile, i, i);
@@ -69,11 +63,10 @@ __device__ void copy_tiles(const Ring& ring, const PackedTilesCall& c, int rank,
 #pragma unroll 1
   for (int group = first_group, i = ahead; group < c.groups; group += c.clusters, i = 0) {
     const Tile tile(c, group, rank);
-    const char* const codes = codes_of(tile);
 #pragma unroll 1
-    for (; i < m.chunks; ++i, slot.next(ring.stages)) {
+    for (; i < steps; ++i, slot.next(ring.stages)) {
       wait_barrier(ring.empty + slot.stage, slot.parity ^ 1);  // at once in the first round
-      copy_codes(codes, i, slot.stage);
+      copy_weight(tile, i, slot.stage);
       copy_x(tile, i, slot.stage);
     }
   }
@@ -152,6 +145,8 @@ __device__ void finish_tile(const PackedTilesCall& c, int first_token, int row, 
 template <class T, int Halves>
 __global__ void __launch_bounds__(kThreads, 1)
     linear_packed_tiles_kernel([[maybe_unused]] const __grid_constant__ CUtensorMap x,
+                               [[maybe_unused]] const __grid_constant__ CUtensorMap codes,
+                               [[maybe_unused]] const __grid_constant__ CUtensorMap scales,
                                [[maybe_unused]] const __grid_constant__ PackedTilesCall c) {
 #ifdef CF_HAVE_WGMMA
   extern __shared__ unsigned char smem[];
@@ -162,7 +157,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                   .empty = empty,
                   .stages = kPackedTilesStages};
   const int warp = threadIdx.x / 32, rank = cluster_rank();
-  if (threadIdx.x == kConsumers) prefetch_map(&x);
+  if (threadIdx.x == kConsumers)
+    for (const CUtensorMap* map : {&x, &codes, &scales}) prefetch_map(map);
   if (threadIdx.x < kPackedTilesStages) {
     init_barrier(full + threadIdx.x, 1);
     init_barrier(empty + threadIdx.x, kLinearWgmmaWarps * kPackedTilesBlocks);
@@ -174,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int first_group = cluster_index();
   if (warp >= kLinearWgmmaWarps) {
     give_registers<kCopyRegisters>();
-    if (warp == kLinearWgmmaWarps) copy_tiles(ring, c, rank, first_group, x);
+    if (warp == kLinearWgmmaWarps && elected()) copy_tiles(ring, c, rank, first_group, x, codes, scales);
     return;
   }
   take_registers<kRegisters>();
@@ -182,18 +178,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int lane = threadIdx.x % 32;
   const bool tells = lane < kPackedTilesBlocks;
   const std::uint32_t empty_there = tells ? shared_address_in(lane, empty) : 0;
-  const GptqMatrix& m = c.weight.matrix;
   float* const chunk = reinterpret_cast<float*>(ring.a(kPackedTilesStages)) + warp * kPackedTilesChunkFloats;
   RingSlot slot;
 #pragma unroll 1
   for (int group = first_group; group < c.groups; group += c.clusters) {
     const Tile tile(c, group, rank);
     const int row = tile.row + warp * kGptqRows;
-    // Of tiles that the matrix does not have nothing is finished.
-    const long scales = long(min(row / kGptqRows, m.tiles - 1)) * m.groups * kGptqGroupBytes;
     float sum[kTokens / 2] = {};
     multiply_codes<T, kTokens, Halves>(
-        ring, slot, 0, m.chunks, CodeScales{m.scales + scales + lane / 4 * 8, m.groups}, c.weight.halves_a_group,
+        ring, slot, 0, c.weight.matrix.chunks, c.weight.halves_a_group,
         [&](int stage) {
           __syncwarp();  // all lanes have read the codes
           if (tells) arrive_in_cluster(empty_there + stage * int(sizeof(std::uint64_t)));
@@ -214,6 +207,7 @@ Status launch_tiles_packed(const ops::Linear::Args& a, const PackedTilesPlan& pl
   const DType dtype = a.x.dtype;
   CF_TRY_ASSIGN(const PackedOperand weight, packed_operand(a));
   CF_TRY_ASSIGN(const PackedInput x, packed_input(a, weight, launches));
+  CF_TRY_ASSIGN(const PackedMaps maps, packed_maps(weight.matrix));
   CUtensorMap map;
   CF_TRY(make_tensor_map({.data = x.data, .dtype = dtype, .columns = x.columns, .rows = a.x.shape[0]},
                          kPackedTilesTokenRows / kPackedTilesBlocks, map));
@@ -231,7 +225,7 @@ Status launch_tiles_packed(const ops::Linear::Args& a, const PackedTilesPlan& pl
                    .smem_bytes = kPackedTilesSmemBytes,
                    .cluster_blocks = kPackedTilesBlocks},
                   weight.halves_a_group % 2 ? linear_packed_tiles_kernel<T, 1> : linear_packed_tiles_kernel<T, 2>, map,
-                  c);
+                  maps.codes, maps.scales, c);
   };
   return dtype == DType::f16 ? add(f16{}) : add(bf16{});
 }

@@ -79,15 +79,16 @@ constexpr int linear_wgmma_parts_bytes(int token_tile, int splits) {
 
 /// One block an SM at most. Up to 64 tokens an SM has room for a block of the next launch, too: its copies of weights
 /// begin while this launch ends. The products of 128 tokens need the longer ring more. All clusters have their SMs at
-/// once; the blocks of one lie on SMs of one group of 16 or more. A split has at least kLeastSteps steps of
+/// once; the blocks of one lie on SMs of one group of 16 or more. A stage has `weight_bytes` of weights. A split has at least kLeastSteps steps of
 /// kLinearWgmmaColumns columns.
 constexpr LinearWgmmaPlan linear_wgmma_plan(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
-                                            int bits = 16) {
+                                            int weight_bytes = linear_wgmma_weight_bytes(16)) {
   constexpr std::int64_t kLeastSteps = 4;
   constexpr int kGroupSms = 16, kMostRingBytes = 6 * linear_wgmma_stage_bytes(128);
   // A stage begins at a multiple of 1024 bytes; beside the ring a block has its barriers.
   constexpr int extra_bytes = 1024, static_bytes = 256;
-  const int token_tile = linear_wgmma_token_tile(tokens), stage_bytes = linear_wgmma_stage_bytes(token_tile, bits);
+  const int token_tile = linear_wgmma_token_tile(tokens),
+            stage_bytes = weight_bytes + token_tile * kLinearWgmmaColumns * 2;
   const std::int64_t row_tiles = (out + kLinearWgmmaTileRows - 1) / kLinearWgmmaTileRows,
                      steps = (in + kLinearWgmmaColumns - 1) / kLinearWgmmaColumns;
   const int room_bytes = smem_per_block_bytes(arch, token_tile > 64 ? 1 : 2) - extra_bytes - static_bytes;
@@ -104,6 +105,32 @@ constexpr LinearWgmmaPlan linear_wgmma_plan(const Arch& arch, std::int64_t token
           .splits = int(splits),
           .stages = stages,
           .smem_bytes = extra_bytes + stages * stage_bytes};
+}
+
+/// Both products of LinearSum in one launch. Its rows, tokens, clusters and ring are the second product's; the first
+/// one's columns have the splits that its own launch would have, so that the sums have the same order.
+struct LinearSumWgmmaPlan {
+  LinearWgmmaPlan first, second;
+  int smem_bytes;  // of a block
+};
+
+inline std::string to_string(const LinearSumWgmmaPlan& p) {
+  return plan_text({{p.second.row_tiles, "row tiles"},
+                    {p.first.splits, "splits of the first"},
+                    {p.second.splits, "of the second"},
+                    {p.second.token_tile, "tokens a tile"},
+                    {p.second.stages, "stages"},
+                    {p.smem_bytes, "B of shared memory"}});
+}
+
+/// The blocks of a cluster hold the sums of both products at once: for 64 tokens and more these need more memory than
+/// the ring.
+constexpr LinearSumWgmmaPlan linear_sum_wgmma_plan(const Arch& arch, std::int64_t tokens, std::int64_t in,
+                                                   std::int64_t in2, std::int64_t out) {
+  const LinearWgmmaPlan first = linear_wgmma_plan(arch, tokens, in, out),
+                        second = linear_wgmma_plan(arch, tokens, in2, out);
+  const int parts_bytes = 2 * linear_wgmma_parts_bytes(second.token_tile, second.splits), align_bytes = 1024;
+  return {.first = first, .second = second, .smem_bytes = std::max(second.smem_bytes, align_bytes + parts_bytes)};
 }
 
 static_assert(kH200Tuning.wgmma_tokens <= kLinearWgmmaTokens);
