@@ -3,14 +3,15 @@
 README the result in words and the headline's table, each between its two marks; and where PYTHON_README is named the
 package's headline between the same marks there:
   bench_page.py data/bench README.md python/README.md
-Every table names its files, with the commit of their figures. The commands stand at the page's end. Needs numpy, and no
-GPU.
+With --records NEW_DIR the files of NEW_DIR first take the place of all that DIR has of a GPU. Files of two commits or
+of two kinds of GPU are refused then, and nothing is changed.
+Every table names its files. The commands stand at the page's end. Needs numpy, and no GPU.
 """
 
-import itertools
 import os
 import re
 import shlex
+import shutil
 import sys
 import textwrap
 
@@ -23,10 +24,11 @@ NAME = os.path.basename(__file__)
 console.require_numpy(NAME)
 
 import bench_python
+import bench_record
 import golden_file
 import plot_bench
 from console import Refusal
-from peers import model_peers, programs
+from peers import int4_products, model_peers, programs
 
 MODELS = ("pythia-410m", "pythia-1.4b", "pythia-2.8b", "pythia-6.9b", "pythia-12b")
 LLAMAS = ("llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "qwen2.5-7b", "llama-3.1-8b")
@@ -36,25 +38,38 @@ IMPLS = ("unfused", "graph", "split", "layer", "persistent")
 PEERS = {"torch_graph": "torch in CUDA graphs", "hf_static_compile": "torch.compile", "hf_generate": "`generate()`"}
 
 
-def commit_of(report):
-    """The commit that a record's programs were built from. A comparison of texts has it in its programs' own reports."""
-    return report.get("commit") or next((p["commit"] for p in report.get("programs", ())), "unknown")
-
-
 class Figures:
-    """The recorded files of a directory, by name without .json; None for one that is not there."""
+    """The recorded files of a directory, by name without .json; None for one that is not there or has a fault alone."""
 
     def __init__(self, directory):
         self.directory, self.named = directory, []
-        names = sorted(name.removesuffix(".json") for name in os.listdir(directory) if name.endswith(".json"))
-        gpus = [gpu for name in names if (gpu := self[name].get("gpu"))]
+        self.names = sorted(name.removesuffix(".json") for name in os.listdir(directory) if name.endswith(".json"))
+        runs = self.runs()
+        gpus = [gpu for gpu, _ in runs.values()]
+        commits = {commit for _, commit in runs.values()}
         self.gpu = max(dict.fromkeys(gpus), key=gpus.count) if gpus else "GPU"
-        found = {commit_of(self[name]) for name in names}
-        self.commit = found.pop() if len(found) == 1 else None
+        self.commit = commits.pop() if len(commits) == 1 else None
+
+    def runs(self):
+        """{name: (GPU, commit)} of the files of a GPU."""
+        found = {name: self[name] for name in self.names}
+        return {
+            name: (gpu, bench_record.commit_of(report))
+            for name, report in found.items()
+            if report and (gpu := bench_record.gpu_of(report))
+        }
+
+    def faults(self):
+        """{name: why the measurement ended early}."""
+        reports = {name: self.read(name) for name in self.names}
+        return {name: report["error"] for name, report in reports.items() if "error" in report}
+
+    def read(self, name):
+        return plot_bench.read_json(os.path.join(self.directory, name + ".json"))
 
     def __getitem__(self, name):
-        path = os.path.join(self.directory, name + ".json")
-        return plot_bench.read_json(path) if os.path.exists(path) else None
+        report = self.read(name) if name in self.names else {}
+        return report if report.keys() - {"error"} else None
 
     def steps(self, name):
         """{(impl, batch, kv_len): (time_ms, percent of the read)} of cf-layer's steps through a whole model."""
@@ -75,7 +90,7 @@ class Figures:
     def origin(self, name):
         """The same of a file that the page's commands do not have: more than one makes it."""
         report = self[name]
-        gpu, commit = report.get("gpu", self.gpu), commit_of(report)
+        gpu, commit = bench_record.gpu_of(report) or self.gpu, bench_record.commit_of(report)
         about = [f"commit {commit}"] * (commit != self.commit) + [gpu] * (gpu != self.gpu)
         return ", ".join([f"[`{name}.json`]({name}.json)", *about])
 
@@ -104,14 +119,12 @@ def factor(slower, faster):
 
 
 def shown(figures):
-    """[(model, GPU, {system: row})] of the records with a whole token beside its peers, each of one run: those on the
-    GPU of most first."""
+    """[(model, GPU, {system: row})] of the records with a whole token beside its peers, each of one run."""
     found = []
-    for kind in ("", "-h100"):
-        for model in (*MODELS, *LLAMAS):
-            report = figures[f"model-peers-{model}{kind}"]
-            if report and (rows := model_peers.shown_token(report)):
-                found.append((model, report["gpu"], rows))
+    for model in (*MODELS, *LLAMAS):
+        report = figures[f"model-peers-{model}"]
+        if report and (rows := model_peers.shown_token(report)):
+            found.append((model, report["gpu"], rows))
     return found
 
 
@@ -141,8 +154,9 @@ def headline(figures):
             ours = rows["ours"]
             factors = (f"{rows[p]['tpot_ms'] / ours['tpot_ms']:.1f}x" if p in rows else "-" for p in peers)
             about = f"{ours['tpot_ms']:.2f}", f"{ours['decode_percent_of_read']:.0f} %"
-            body.append([f"{model.title()}, {gpu.split()[1]}", *about, *factors])
-        lines = unbroken(table(["model, GPU", "ms a token", "of the memory's speed", *peers.values()], body))
+            body.append([model.title() + f", {gpu}" * (gpu != figures.gpu), *about, *factors])
+        headers = [f"on one {figures.gpu}", "ms a token", "of the memory's speed", *peers.values()]
+        lines = unbroken(table(headers, body))
     more = [*four_bits(figures), *many_prompts(figures)]
     return lines + [""] * bool(lines and more) + textwrap.wrap(" ".join(more), 120)
 
@@ -178,23 +192,23 @@ def ways_to_step(figures):
         for kv_len in sorted({kv_len for _, _, kv_len in steps}):
             rows.append([model, str(kv_len), *(share(steps.get((impl, 1, kv_len))) for impl in IMPLS)])
     lines += table(["all layers, batch 1 [ms]", "kv_len", *(f"`{impl}`" for impl in IMPLS)], rows)
-    return [*lines, "", figures.sources(sources), *both_ways(figures, "all layers [ms]", "h100", MODELS)]
+    return [*lines, "", figures.sources(sources)]
 
 
 def both_ways(figures, header, kind, models):
-    """A table of stack-MODEL-KIND.json: both fast ways to step a model, with the GPU of their run."""
+    """A table of stack-MODEL-KIND.json: both fast ways to step a model."""
     rows, sources = [], []
     for model in models:
         name = f"stack-{model}-{kind}"
         steps = figures.steps(name)
         for batch, kv_len in sorted({(batch, kv_len) for _, batch, kv_len in steps}):
             both = (share(steps.get((impl, batch, kv_len))) for impl in ("graph", "persistent"))
-            rows.append([model, figures[name]["gpu"], str(kv_len), *both])
+            rows.append([model, str(kv_len), *both])
         if steps:
             sources.append(name)
     if not rows:
         return []
-    return ["", *table([header, "GPU", "kv_len", "`graph`", "`persistent`"], rows), "", figures.sources(sources)]
+    return ["", *table([header, "kv_len", "`graph`", "`persistent`"], rows), "", figures.sources(sources)]
 
 
 def batches(figures):
@@ -214,8 +228,8 @@ def batches(figures):
 def same_bits(figures):
     """Models with --invariant beside the same models without, each pair of one run."""
     rows, sources = [], []
-    for model, kind in itertools.product((*MODELS, *LLAMAS), ("", "-h100")):
-        names = f"model-{model}-invariant{kind}", f"model-{model}-invariant-off{kind}"
+    for model in (*MODELS, *LLAMAS):
+        names = f"model-{model}-invariant", f"model-{model}-invariant-off"
         invariant, plain = (figures[name] for name in names)
         if not (invariant and plain):
             continue
@@ -313,6 +327,29 @@ def peers(figures):
                 lines += [PEERS_OF_KERNELS, ""]
             lines += [picture, ""] * bool(picture)
     return lines
+
+
+def int4(figures):
+    """A layer's four products with int4 weights beside others, and what float64 says of their outputs."""
+    report = figures["int4-peers"]
+    if not report:
+        return ["Not recorded."]
+    rows = report["results"]["int4"]
+    systems, layers = int4_products.layer_rows(rows)
+
+    def text(layer, system):
+        time, ours = layer[system], layer.get(int4_products.OURS)
+        if time is None:
+            return "-"
+        return f"{time:.1f}" + (f" ({time / ours:.2f}x)" if ours and system != int4_products.OURS else "")
+
+    cells = [
+        [layer["preset"].title(), str(layer["tokens"]), *(text(layer, system) for system in systems)]
+        for layer in layers
+    ]
+    lines = table(["model", "tokens", *(f"{system}, us" for system in systems)], cells)
+    about = f"With {versions(report)}: {figures.sources(['int4-peers'])}"
+    return [*lines, "", about, "", "Against float64:", "", *int4_products.findings(rows)]
 
 
 def versions(report):
@@ -420,28 +457,23 @@ def whole_models(figures, names):
 
 
 def beside_others(figures):
-    """A table for each GPU of the models that ran beside others."""
-    found = {}
-    for name in (*MODELS, *LLAMAS):
-        for file in (f"model-peers-{name}", f"model-peers-{name}-h100"):
-            if report := figures[file]:
-                found.setdefault(report["gpu"], {})[file] = measured(report)
-    lines = []
-    for gpu, reports in found.items():
-        rows = [model_peers.table(report["results"]["model"]) for report in reports.values()]
-        lines += [*rows[0], *(row for of_one in rows[1:] for row in of_one[2:]), ""]
-        with_versions = {}
-        for file, report in reports.items():
-            with_versions.setdefault(versions(report), []).append(file)
-        about = " ".join(f"With {of}: {figures.sources(files)}" for of, files in with_versions.items())
-        lines += [f"On an {gpu}. {about}", ""]
-    return [BESIDE_OTHERS, "", *lines] if lines else []
+    """A table of the models that ran beside others."""
+    files = [f"model-peers-{name}" for name in (*MODELS, *LLAMAS)]
+    reports = {file: measured(figures[file]) for file in files if figures[file]}
+    if not reports:
+        return []
+    first, *rest = [model_peers.table(report["results"]["model"]) for report in reports.values()]
+    lines = [BESIDE_OTHERS, "", *first, *(row for of_one in rest for row in of_one[2:]), ""]
+    with_versions = {}
+    for file, report in reports.items():
+        with_versions.setdefault(versions(report), []).append(file)
+    return [*lines, " ".join(f"With {of}: {figures.sources(files)}" for of, files in with_versions.items()), ""]
 
 
 def gpu_model(figures):
     single = whole_models(figures, ("pythia-2.8b", "pythia-2.8b-gptq", "pythia-6.9b", *OTHER_FAMILIES))
     several = whole_models(figures, ("pythia-2.8b-slots", "pythia-2.8b-gptq-slots", "llama-3.1-8b-slots"))
-    lines = [*single, *[PROMPTS_APART, ""] * bool(several), *several]
+    lines = [*single, *several]
     if report := figures["load-pythia-2.8b"]:
         (sequence,) = report["sequences"]
         ms = 1e3 * sequence["first_token_s"]
@@ -452,20 +484,17 @@ def gpu_model(figures):
     return lines[:-1] or ["Not recorded."]
 
 
-def recorded_many(figures, name):
-    """The names of a record and of the one for another GPU, those that are there."""
-    return [file for file in (name, f"{name}-h100") if figures[file]]
-
-
 def many(figures):
     """Many sequences at once: prompts, a joiner, a thousand slots, scores, and Hugging Face beside."""
     lines = []
     for about, name in MANY:
-        for file in recorded_many(figures, f"model-pythia-2.8b-{name}"):
-            lines += [about, "", *many_table(figures[file]["results"]), "", figures.sources([file]), ""]
-    for file in recorded_many(figures, "model-peers-pythia-2.8b-many"):
-        report = measured(figures[file])
-        lines += ["Beside Hugging Face, in one run.", "", *model_peers.table(report["results"]["model"]), ""]
+        file = f"model-pythia-2.8b-{name}"
+        if report := figures[file]:
+            lines += [about, "", *many_table(report["results"]), "", figures.sources([file]), ""]
+    file = "model-peers-pythia-2.8b-many"
+    if report := figures[file]:
+        rows = model_peers.table(measured(report)["results"]["model"])
+        lines += ["Beside Hugging Face, in one run.", "", *rows, ""]
         lines += [f"With {versions(report)}: {figures.sources([file])}", ""]
     return lines[:-1] or ["Not recorded."]
 
@@ -521,11 +550,6 @@ PEERS_OF_KERNELS = (
     "of `cuda/device`."
 )
 
-PROMPTS_APART = (
-    "Rows of several slots are of versions that read the prompts one after the other. Now they share passes: "
-    "[Many at once](#many-at-once)."
-)
-
 MANY = (
     (
         "64 prompts that are read together; TTFT is the time to the last one's first id. Then 63 sequences run when a "
@@ -549,11 +573,13 @@ BESIDE_OTHERS = (
 
 PAGE = """# Recorded figures
 
-Made from the JSON files beside this page by `apps/bench_page.py data/bench README.md`. `scripts/bench_gpu data/bench`
-records them again in about half an hour, and needs a GPU with 80 GB, torch, transformers and matplotlib;
-[Commands](#commands) has each file's own. [Trials](TRIALS.md) chose some of the numbers in the code.
+Made from the JSON files beside this page by `apps/bench_page.py data/bench README.md python/README.md`.
+`scripts/bench_gpu data/bench` records them again, in half an hour on one GPU and in 8 minutes on four. It needs 80 GB
+of GPU memory, torch, transformers and matplotlib; [Commands](#commands) has each file's own.
+[Trials](TRIALS.md) chose some of the numbers in the code, and [some figures of an H200](TRIALS.md#h200) are of
+earlier commits.
 
-The GPU is an {gpu} where no other is named. {commits}
+The GPU is an {gpu} where no other is named. {commits} Figures of the CPU backend have a commit and a machine of their own.
 
 {contents}
 
@@ -625,6 +651,14 @@ wait for each other.
 
 {quantised}
 
+## Int4 products beside others
+
+A layer's four products, each measured by itself with cold weights, added up. Weights are GPTQ's, of 4 bits in groups of
+128; torch's int4 is its own format in bfloat16; cublaslt_float16 has weights of 16 bits. In brackets: over ours. cf_ops
+is our Python package, whose outputs are checked; cf-op has the times of the same kernels.
+
+{int4}
+
 ## What each choice of the persistent kernel is worth
 
 Pythia-2.8B: a layer's time with one choice of the plan another way, over its time with the plan's own.
@@ -652,6 +686,10 @@ microseconds and sleep then. *sleep*: `OMP_WAIT_POLICY=PASSIVE`, they sleep at o
 GCC's own default, they spin for milliseconds.
 
 {cpu_busy}
+
+## Not measured
+
+{not_measured}
 
 ## Commands
 
@@ -696,10 +734,16 @@ def commands(figures):
     return ["```sh", *lines, "```"] if lines else ["Not recorded."]
 
 
+def not_measured(figures):
+    """The measurements that ended early, and why."""
+    found = [f"- `{name}`: {fault}" for name, fault in figures.faults().items()]
+    return found or ["All was measured."]
+
+
 def commits(figures):
-    """The one commit of all figures; where there are several, that each table names its own."""
+    """The one commit of all figures of a GPU; where there are several, that each table names its own."""
     if figures.commit:
-        return f"The commit is {figures.commit}."
+        return f"The commit is {figures.commit}, and all figures are of one run of the script."
     return "Each table names the commit of its files; one run of the script gives all of them one."
 
 
@@ -710,8 +754,8 @@ def contents(text):
 
 
 def page(figures):
-    parts = (ways_to_step, gpu_model, many, python, quality, batches, same_bits, quantised, ablation, growth, peers,
-             cpu_model, cpu_busy, commands)  # fmt: skip
+    parts = (ways_to_step, gpu_model, many, python, quality, batches, same_bits, quantised, int4, ablation, growth, peers,
+             cpu_model, cpu_busy, not_measured, commands)  # fmt: skip
     made = {part.__name__: "\n".join(part(figures)) for part in parts}
     text = PAGE.format(**made, gpu=figures.gpu, commits=commits(figures), contents=contents(PAGE))
     code, lines = False, []
@@ -754,6 +798,33 @@ def front(figures):
     return {"result": result(figures), "headline": headline(figures)}
 
 
+def refuse_mixed(figures):
+    """Refuses records of a GPU that are not of one commit and one kind of GPU, or that are none."""
+    runs = figures.runs()
+    if not runs:
+        raise Refusal(f"{figures.directory}: expected records of a GPU, got none")
+    for what, i in (("GPU", 0), ("commit", 1)):
+        first = {}
+        for name, run in runs.items():
+            first.setdefault(run[i], name)
+        if len(first) > 1:
+            found = " and ".join(f"{value} ({name}.json)" for value, name in first.items())
+            raise Refusal(f"{figures.directory}: expected records of one {what}, got {found}")
+
+
+def take_records(source, directory):
+    """Puts the records of `source` in the place of all of a GPU in `directory`, of failed measurements too."""
+    new = Figures(source)
+    refuse_mixed(new)
+    if os.path.realpath(source) == os.path.realpath(directory):
+        return
+    old = Figures(directory)
+    for name in {*old.runs(), *old.faults()}:
+        os.remove(os.path.join(directory, name + ".json"))
+    for name in new.names:
+        shutil.copy(os.path.join(source, name + ".json"), directory)
+
+
 def write(path, text):
     with golden_file.atomic(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -765,10 +836,17 @@ def main(argv):
     parser.add_argument("directory", metavar="DIR", help="where the recorded files are")
     parser.add_argument("readme", metavar="README", help="the file that has the marks of result and headline")
     parser.add_argument("python", metavar="PYTHON_README", nargs="?", help="the package's, with the headline's marks")
+    parser.add_argument(
+        "--records", metavar="NEW_DIR", help="a folder whose files take the place of DIR's of a GPU before that"
+    )
     try:
         args = parser.parse_args(argv)
-        if not os.path.isdir(args.directory):
-            raise Refusal(f"{args.directory}: no such directory")
+        for directory in (args.directory, *[args.records] * bool(args.records)):
+            if not os.path.isdir(directory):
+                raise Refusal(f"{directory}: no such directory")
+        if args.records:
+            updated(args.readme, front(Figures(args.records)))  # a page without marks is refused before files go
+            take_records(args.records, args.directory)
         figures = Figures(args.directory)
         texts = {args.readme: updated(args.readme, front(figures))}
         if args.python:

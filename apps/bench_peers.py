@@ -18,10 +18,15 @@ once, as evaluations run them: --slots 64,256 --prompt-len 32 --peers hf_generat
 The greedy ids of one prompt are compared with hf_generate's: cf-model's with the same procedural weights of
 --agreement-preset, the peers' with the random weights that they are timed with.
 
+With --what int4 a layer's four products run with int4 weights, of each number of --tokens: cf-op, Humming
+(pip install humming-kernels), torch's int4 product, and cuBLASLt with float16 weights. The outputs of all, and this
+library's by the package cf_ops, are compared with float64.
+
 Prints a markdown table. Needs torch and transformers, and the programs built with the CUDA backend.
 """
 
 import contextlib
+import importlib.metadata
 import os
 import shlex
 import sys
@@ -33,7 +38,8 @@ import console
 import dump_hf
 import golden_file
 import model_config
-from peers import model_peers, timing
+from peers import int4_products, model_peers, timing
+from peers.int4_bench import Int4Bench
 from peers.layer_bench import OP_PEERS, Bench
 from peers.model_bench import AGREEMENT_PRESETS, ModelBench
 from peers.programs import BUILD
@@ -66,7 +72,17 @@ DEFAULTS = {
         "agreement_preset": "auto",
         "cf_model": os.path.join(BUILD, "cf-model"),
     },
+    "int4": {
+        "preset": "pythia-2.8b,llama-3.1-8b",
+        "peers": ",".join(int4_products.PEERS),
+        "runs": 20,
+        "warmup": 3,
+        "tokens": [1, 8, 16, 32, 64, 128, 512, 2048],
+        "cf_op": os.path.join(BUILD, "cf-op"),
+    },
 }
+NAMES = {"layers": "--cf-layer and --cf-op name", "model": "--cf-model names", "int4": "--cf-op names"}
+KINDS = {"layers": Bench, "model": ModelBench, "int4": Int4Bench}
 
 
 def default_text(attribute):
@@ -108,7 +124,7 @@ def parse_arguments(argv):
         + default_text("compile_modes"),
     )  # fmt: skip
     layers.add_argument("--cf-layer", metavar="FILE", help="the program")
-    layers.add_argument("--cf-op", metavar="FILE", help="the program")
+    layers.add_argument("--cf-op", metavar="FILE", help="the program; with --what int4, too")
     model = parser.add_argument_group("--what model")
     model.add_argument(
         "--prompt-len", type=dump_hf.lengths, metavar="N[,N...]", help="a prompt's ids; " + default_text("prompt_len")
@@ -126,6 +142,8 @@ def parse_arguments(argv):
         + default_text("agreement_preset"),
     )  # fmt: skip
     model.add_argument("--cf-model", metavar="FILE", help="the program")
+    int4 = parser.add_argument_group("--what int4")
+    int4.add_argument("--tokens", type=dump_hf.lengths, metavar="N[,N...]", help=default_text("tokens"))
     args = parser.parse_args(argv)
     for what, defaults in DEFAULTS.items():
         for attribute, default in defaults.items():
@@ -133,8 +151,12 @@ def parse_arguments(argv):
                 setattr(args, attribute, default)
             elif attribute not in DEFAULTS[args.what] and getattr(args, attribute) is not None:
                 raise console.Refusal(f"--{attribute.replace('_', '-')}: expected with --what {what}")
-    peers = {"layers": (*STACK_PEERS, *OP_PEERS), "model": tuple(model_peers.PEERS)}[args.what]
-    presets = {"layers": model_config.PYTHIA_PRESETS, "model": model_config.PRESETS}[args.what]
+    peers = {
+        "layers": (*STACK_PEERS, *OP_PEERS),
+        "model": tuple(model_peers.PEERS),
+        "int4": tuple(int4_products.PEERS),
+    }[args.what]
+    presets = model_config.PYTHIA_PRESETS if args.what == "layers" else model_config.PRESETS
     known = {"preset": tuple(presets), "peers": peers, "compile_modes": COMPILE_MODES}
     for attribute in (name for name in known if name in DEFAULTS[args.what]):
         values = getattr(args, attribute).split(",")
@@ -148,6 +170,8 @@ def parse_arguments(argv):
         if min(args.kv_len) < 2 or max(args.kv_len) > longest:
             raise console.Refusal(f"--kv-len must be 2 to {longest}, got {min(args.kv_len)} to {max(args.kv_len)}")
         programs = (args.cf_layer, args.cf_op)
+    elif args.what == "int4":
+        programs = (args.cf_op,)
     else:
         if max(args.prompt_len) > longest:
             raise console.Refusal(f"--prompt-len must be at most {longest}, got {max(args.prompt_len)}")
@@ -159,8 +183,7 @@ def parse_arguments(argv):
         programs = (args.cf_model,)
     for program in programs:
         if not os.access(program, os.X_OK):
-            named = "--cf-model names" if args.what == "model" else "--cf-layer and --cf-op name"
-            raise console.Refusal(f"{program}: no such program; scripts/test builds it, {named} it")
+            raise console.Refusal(f"{program}: no such program; scripts/test builds it, {NAMES[args.what]} it")
     if args.json:
         golden_file.check_writable(args.json)
     return args
@@ -193,7 +216,9 @@ def main(argv):
         versions["flashinfer"] = flashinfer.__version__
     except Exception as error:  # a wheel for another torch or CUDA raises whatever it likes
         versions["flashinfer"] = timing.one_line(error)
-    kind = {"layers": Bench, "model": ModelBench}[args.what]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions["humming"] = importlib.metadata.version("humming-kernels")
+    kind = KINDS[args.what]
     about = {
         "what": kind.WHAT,
         "command": shlex.join([NAME, *argv]),

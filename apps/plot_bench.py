@@ -2,7 +2,7 @@
 """Draws recorded figures of the GPU: a layer's time against kv_len beside the roofline of the memory's bandwidth, and
 each site's percentage of it. Reads what bench_peers.py or cf-layer --backend cuda wrote as JSON, and writes SVG files
 beside it:
-  plot_bench.py data/bench/h200.json   ->   data/bench/h200-layer.svg, data/bench/h200-sites.svg
+  plot_bench.py data/bench/pythia-2.8b.json  ->  data/bench/pythia-2.8b-layer.svg, data/bench/pythia-2.8b-sites.svg
   plot_bench.py --hero data/bench/hero.svg data/bench/model-peers-pythia-2.8b.json   ->   a bar for each system that
                                        makes whole tokens
   plot_bench.py data/bench/growth.json ->   data/bench/growth.svg, of a report by cf-layer --first-layers
@@ -58,8 +58,8 @@ def of_today(row):
 def read_report(path):
     """The rows of stacks, cf-layer's reports and the GPU's name of a recorded file."""
     report = read_json(path)
-    programs = report.get("programs", [report]) if isinstance(report, dict) else []
-    layers = [p for p in programs if p.get("program") == "cf-layer" and "gpu" in p]
+    reports = report.get("programs", [report]) if isinstance(report, dict) else []
+    layers = [p for p in reports if p.get("program") == "cf-layer" and "gpu" in p]
     if not layers:
         raise Refusal(f"{path}: expected a file of bench_peers.py or of cf-layer --backend cuda")
     rows = report["results"]["stack"] if "results" in report else []
@@ -318,7 +318,7 @@ def cell(row, what, ratio):
     if row["system"].startswith("cf-"):
         percent = of_floor(row)
         if percent > 100 and "limit_note" not in row:
-            # An early run: what it took for the memory's speed was less than that.
+            # An early run, which measured the memory's speed too low.
             return f"{time} (no share){lines}"
         return f"{time} ({percent:.0f} %{cause(percent, row)}){lines}"
     return time + (f" ({ratio:.2f}x)" if ratio else "") + lines

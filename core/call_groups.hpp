@@ -26,7 +26,7 @@ View<V, Rank> part_of(View<V, Rank> view, std::int64_t first, std::int64_t count
   return view;
 }
 
-/// The part of an op's call that is a group's: its rows of the tensors that have a row for each token, and its
+/// A group's part of an op's call: its rows of the tensors that have a row for each token, and its
 /// sequences of the caches and of kv_len. Every sequence of the part has as many rows. An op whose tensors lie
 /// otherwise has a part_of() of its own.
 template <class Args>

@@ -67,7 +67,7 @@ class Model final : public ModelRunner {
   /// together. A slot without a run is idle then: its cache keeps its bits, and its row of what a site makes has no
   /// meaning.
   /// With `invariant` all runs go through it together, `chunk` tokens at a time, and no row is idle.
-  /// A stream can go back as far as its cache still has what the token there saw: Code::invalid_argument beyond that.
+  /// A stream can go back to a token while its cache has all that the token saw: Code::invalid_argument further back.
   Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
   /// The rows of logits are scored by the threads that made them.
   Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,

@@ -39,7 +39,7 @@ Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& 
   CF_TRY_ASSIGN(const cuda::Model::Options options, model_options(o));
   const cuda::ModelBytes bytes = cuda::Model::bytes(model, weights, options);
   const cuda::Arch own = device.context().arch(), arch = o.invariant ? cuda::invariant_arch(own) : own;
-  const cuda::Impl impl = options.impl ? *options.impl : cuda::Model::auto_impl(arch, model, weights, o.slots);
+  const cuda::Impl impl = options.impl ? *options.impl : cuda::Model::auto_impl(arch, model, weights, options);
   std::vector<int> bits;  // of packed weights
   for (const LayerWeights& layer : weights.layers)
     for_each_linear(model, layer, [&](const Site&, const LinearParams& l, const LinearSize&) {

@@ -19,7 +19,7 @@ class Interrupts {
 
   /// The signal that came; 0 for none.
   int noted() const;
-  /// An error once a signal came: what a long call asks, such as those of ModelRunner::check_between().
+  /// An error once a signal came. Long calls ask for it, such as run() by ModelRunner::check_between().
   Status check() const;
 
  private:

@@ -54,7 +54,7 @@ void declare_stream(CommandLine& line, ModelOptions& o);
 /// Declares what many sequences at once are served by: --pages, --page-entries, --share-prefixes and --step-tokens.
 void declare_serving(CommandLine& line, ModelOptions& o);
 
-/// Declares how ids are drawn, but for the repetition penalty. Whoever declares them gives `top_k` to the sampling.
+/// Declares the options of drawing, without the repetition penalty. The caller copies `top_k` into the sampling.
 void declare_sampling(CommandLine& line, Sampling& sampling, std::int64_t& top_k);
 
 /// The decoder's part of the options.

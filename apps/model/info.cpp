@@ -51,7 +51,7 @@ Result<std::string> impls_by_slots(const std::function<Result<std::string>(std::
   return text;
 }
 
-/// Prints the kernels of a token: those of the first layer, whose like the other layers are, and those outside.
+/// Prints the kernels of a token: those of the first layer, which are those of every layer, and those outside.
 int print_plan(const ModelSpec& spec, const checkpoint::LoadedModel& outline, const std::string& name,
                const std::string& gpu, std::int64_t positions) {
   WeightFormat linears;

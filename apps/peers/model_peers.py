@@ -105,7 +105,7 @@ def agreement(ids, reference):
         "equal": sum(same),
         "equal_fraction": sum(same) / len(same),
         "first_divergence": None if all(same) else same.index(False),
-        # Random weights soon repeat an id: what is compared are not that many choices of their own.
+        # Random weights soon repeat an id, so that fewer choices than ids are compared.
         "distinct_ids": len(set(reference)),
     }
 

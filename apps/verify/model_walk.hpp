@@ -53,7 +53,7 @@ struct GenerationCheck {
 };
 
 /// Feeds the prompt and then the new ids one by one, to slot 0 of the runner, whose entries are forgotten, and to the
-/// oracle, which reads `weights` on the CPU. Sampled ids have no one choice: of them the logits alone are compared.
+/// oracle, which reads `weights` on the CPU. Of sampled ids the logits alone are compared.
 /// Refuses what the runner refuses and Model::create() of the oracle.
 Result<GenerationCheck> check_generation(ModelRunner& runner, const ModelWeights& weights,
                                          std::shared_ptr<const void> owner, std::span<const std::int32_t> prompt,

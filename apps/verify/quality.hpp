@@ -31,7 +31,7 @@ std::int32_t best_id(std::span<const double> values);
 
 /// Our predictions beside a reference's, over the same positions. p is the reference's probability, q ours.
 struct Divergence {
-  std::vector<double> kl;  // by position: sum of p log(p / q); the ids that the reference leaves out are one
+  std::vector<double> kl;  // by position: sum of p log(p / q); ids that the reference lacks count as one id
   std::vector<double> probability_change;  // by position: q - p of the id that came next
   std::int64_t top_1 = 0;                  // positions where both have the same largest logit
   double top_5 = 0, top_10 = 0;      // summed over positions: the share of the reference's largest that ours has too

@@ -76,7 +76,7 @@ std::optional<std::size_t> product_of(const Nodes& nodes, std::size_t norm, cons
   return fits ? at : std::nullopt;
 }
 
-/// The append of what a Rope makes. A stream's stays by itself: no fused op has its window.
+/// The kv_append behind a Rope. A stream's stays an op by itself, since no fused op has a window.
 std::optional<std::size_t> append_of(const Nodes& nodes, std::size_t rope, const ops::Rope::Args& args) {
   const auto at = sole_reader(nodes, rope, args.k.data);
   const auto* append = call_of<ops::KvAppend::Args>(nodes, at);

@@ -161,7 +161,7 @@ class SlotLengths;
 Status check_step(const ModelRunner& runner, const SlotLengths& lengths, std::span<const Run> runs,
                   std::span<const std::int32_t> ids, const StepLogits& logits);
 
-/// A run of a step with what is its own.
+/// A run of a step with its ids and its rows of logits.
 struct StepPart {
   Run run;
   std::span<const std::int32_t> ids;  // its tokens

@@ -97,7 +97,7 @@ Status on_threads(std::int64_t n, const std::function<void(std::int64_t)>& f) {
     try {
       while (std::int64_t(threads.size()) + 1 < most) threads.emplace_back(work);
     } catch (const std::system_error&) {
-      // Those that there are do the work.
+      // The threads that were made do the work.
     }
     work();
   }

@@ -71,10 +71,10 @@ struct ModelSpec {
   double attention_scale() const;
   /// Rows of the MLP's first matrix: with SwiGLU gate and up together.
   std::int64_t mlp_rows() const { return (traits.activation == Activation::swiglu ? 2 : 1) * shape.intermediate_size; }
-  /// Refuses sizes below 1 or so large that a product of them leaves 64 bits, kv heads that do not divide the heads, a
-  /// rotary_dim that is odd or beyond head_dim, or without RoPE not 0, an eps or theta that is not positive, a scaling
-  /// of RoPE whose factors are not positive or whose high_freq_factor is not above low_freq_factor, a window below 0,
-  /// and full_layers without a window or of another number of layers.
+  /// Refuses sizes below 1 or whose product leaves 64 bits; kv heads that do not divide the heads; a rotary_dim that is
+  /// odd or beyond head_dim, or not 0 where there is no RoPE; an eps or theta that is not positive; a scaling of
+  /// RoPE whose factors are not positive, or whose high_freq_factor is not above its low_freq_factor; a window below 0;
+  /// full_layers without a window or of another number of layers.
   Status validate() const;
   /// The model as one of its layers has it: with that layer's window.
   ModelSpec of_layer(std::int64_t layer) const;

@@ -17,8 +17,8 @@ namespace cf {
 /// stream beyond the model's own window.
 Status check_stream(const ModelSpec& model, const KeyWindow& stream);
 
-/// Refuses runs that begin before the tokens that their streams still have: a slot with a cache of `capacity` entries
-/// can go back as far as that cache has what the first token there saw.
+/// Refuses runs that begin too far back: a slot with a cache of `capacity` entries can go back to a token while the
+/// cache still has all that this token saw.
 Status check_rewinds(const KeyWindow& stream, std::int64_t capacity, const SlotLengths& lengths,
                      std::span<const Run> runs);
 

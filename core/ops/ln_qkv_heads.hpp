@@ -81,7 +81,7 @@ struct LnQkvHeads {
     return reduction_budget(1, p, c) += {store, store};
   }
 
-  /// The part of a call that is a group's.
+  /// A group's part of a call.
   static Args part_of(const Args& a, const RowGroup& group) {
     const Dims d = dims(a);
     const auto by_head = [&](const AnyView<4>& v, std::int64_t heads) {

@@ -64,7 +64,7 @@ struct RmsQkv {
     CF_TRY(Rope::check_rotary_dim(name, d.head_dim, d.rotary_dim));
     return KvAppend::check_rows(name, d, a.runs);
   }
-  /// Linear's and RopeAppend's, but for w, which neither writes nor reads, and gamma.
+  /// The sum of Linear's and RopeAppend's, less w, which is neither written nor read, and with gamma.
   static Cost cost(const Dims& d, DType activation, DType weight) {
     const double w = double(d.tokens()) * double(d.out()) * double(size_bytes(activation));
     Cost c = Linear::cost({d.tokens(), d.hidden, d.out(), false, d.weight}, activation, weight);

@@ -80,7 +80,7 @@ __device__ float square_warp(Each each, const float (&x)[Pieces][N]) {
 ///   WarpState                   what a warp knows of its part of a row
 ///   has_beta                    whether it adds beta
 ///   of_warp(each, x)            the state of a warp's part; it may replace the part's elements
-///   of_row(...)                 from the states of a row's warps, what makes an element of the result of one of x
+///   of_row(...)                 what normalises an element of x, made from the states of the row's warps
 struct LayerNormOfRow {
   using WarpState = Welford;
   static constexpr bool has_beta = true;

@@ -10,8 +10,8 @@
 
 namespace cf::cuda {
 
-/// Brings cells of a table up to date, behind what is on the context's stream and before what is put there next. A cell
-/// of -1 keeps a page of earlier: nothing reads it, and every cell is a page of the pool.
+/// Brings cells of a table up to date, behind what is on the context's stream and before what is put there next. Where
+/// a cell is -1 the table keeps an earlier page, which nothing reads: so every cell of it is a page of the pool.
 Status enqueue_table_cells(View<std::int32_t, 2> table, std::span<const SlotPages::Cell> cells, const Context& context);
 
 /// Copies the first entries of pages to other ones, in the order of `copies`, in each of `tensors` tensors of the shape

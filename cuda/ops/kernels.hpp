@@ -5,6 +5,7 @@
 #include "cuda/ops/embedding/embedding.hpp"
 #include "cuda/ops/linear/linear.hpp"
 #include "cuda/ops/linear/packed/sum.hpp"
+#include "cuda/ops/linear/wgmma/sum.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
 #include "cuda/ops/norm/qk_norm.hpp"

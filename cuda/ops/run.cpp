@@ -1,6 +1,7 @@
 #include "cuda/ops/run.hpp"
 
 #include "cuda/ops/prepare.hpp"
+#include "cuda/ops/run_prepared.hpp"
 #include "cuda/runtime/wgmma.hpp"
 
 namespace cf::cuda {
@@ -12,12 +13,8 @@ Target target_of(const LaunchList& launches) {
           .has_gemm = has_gemm};
 }
 
-#define CF_OP(Op)                                                           \
-  Status run(const ops::Op::Args& args, Context& context) {                 \
-    LaunchList launches(context);                                           \
-    CF_TRY(prepare(args, launches));                                        \
-    return launches.submit(context.stream(), {.early = context.overlap()}); \
-  }
+#define CF_OP(Op) \
+  Status run(const ops::Op::Args& args, Context& context) { return run_prepared(args, context); }
 #include "core/ops/fused.def"
 #include "core/ops/ops.def"
 #undef CF_OP

@@ -129,6 +129,15 @@ struct LayerKind {
 };
 inline constexpr int kMaxLayerKinds = 8;
 
+/// Where the entries of a cache in pages lie, as PagedCacheView says. A contiguous cache has no table: all entries of a
+/// sequence are in one page, whose number is the sequence's.
+struct PersistentPages {
+  const std::int32_t* table = nullptr;  // (batch, of_sequence)
+  int of_sequence = 1;                  // pages that a sequence may have
+  int entries = 0;                      // of a page
+  Divisor by_entries{};                 // without a table every quotient is 0
+};
+
 /// Layers are numbered from 0, as PersistentKernel::create() gets them.
 struct PersistentArguments {
   PersistentPlan plan;
@@ -178,6 +187,7 @@ struct PersistentArguments {
   DigitOffsets digit_offsets = {};                                  // of packed weights
   std::array<LayerKind, kMaxLayerKinds> kinds = {};                 // by LayerPointers::kind; kind 0 is dense
   std::array<SequenceEnd, kMaxPersistentBatch> sequence_ends = {};  // of a launch that chooses
+  PersistentPages pages = {};
 };
 
 }  // namespace cf::cuda

@@ -17,6 +17,12 @@ __device__ int gqa_heads(const PersistentArguments& c) {
   return heads;
 }
 
+/// Entries of a head that lie one behind the other in the cache.
+struct KeyRows {
+  int first = 0, count = 0;
+  long at = 0;  // the first element of the first one
+};
+
 /// One split of the keys that a GQA tile of a sequence's query heads attends to. The cached keys come through the ring;
 /// the newest key is made by this launch. Key split i belongs to block i % grid.
 struct KeySplit {
@@ -64,9 +70,23 @@ struct KeySplit {
   __device__ bool leads_group(const PersistentArguments& c) const {
     return kv_head * c.plan.group_gqa_tiles == gqa_tile;
   }
-  /// The first element of a key's entry in the cache.
-  __device__ long entry(const PersistentArguments& c, int key) const {
-    return CacheView(c.dims.kv_heads, c.capacity, c.dims.head_dim).entry(sequence, kv_head, key);
+  /// Those of keys [first, end) that lie in the `nth` page which has any of them.
+  __device__ KeyRows rows(const PersistentArguments& c, int first, int end, int nth) const {
+    const PersistentPages& pages = c.pages;
+    const CacheView cache(c.dims.kv_heads, pages.entries, c.dims.head_dim);
+    if (!pages.table) return {first, nth == 0 ? end - first : 0, cache.entry(sequence, kv_head, first)};
+    const int number = pages.by_entries.quotient(first) + nth, begin = number * pages.entries;
+    first = max(first, begin), end = min(end, begin + pages.entries);
+    if (first >= end) return {};
+    return {first, end - first,
+            cache.entry(pages.table[sequence * pages.of_sequence + number], kv_head, first - begin)};
+  }
+  /// The first element of the newest key's entry in the cache.
+  __device__ long newest_entry(const PersistentArguments& c) const {
+    const PersistentPages& pages = c.pages;
+    const int page = reinterpret_cast<const int*>(block_smem + c.layout.newest_pages)[sequence], key = kv_len - 1;
+    return CacheView(c.dims.kv_heads, pages.entries, c.dims.head_dim)
+        .entry(page, kv_head, key - pages.by_entries.quotient(key) * pages.entries);
   }
   /// Stages of the ring that bring the cached keys. A stage holds some keys, then their values.
   __device__ int stages(const PersistentArguments& c) const {
@@ -82,13 +102,15 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
     const KeySplit split(c, item, token);
 #pragma unroll 1
     for (int key = split.begin; key < split.end_of_cached; key += c.plan.stage_keys) {
-      const int bytes = min(c.plan.stage_keys, split.end_of_cached - key) * c.dims.head_dim * 2;
-      const long from = split.entry(c, key) * 2;
+      const int keys = min(c.plan.stage_keys, split.end_of_cached - key), entry_bytes = c.dims.head_dim * 2;
+      // Lane i copies what lies in the i-th page of the stage.
+      const KeyRows rows = split.rows(c, key, key + keys, int(threadIdx.x) % 32);
       if (!ring.next()) return false;
-      ring.expect(2 * bytes);
-      if (threadIdx.x % 32 == 0) {
-        ring.copy(0, k_cache + from, bytes);
-        ring.copy(bytes, v_cache + from, bytes);
+      ring.expect(2 * keys * entry_bytes);
+      if (rows.count > 0) {
+        const int to = (rows.first - key) * entry_bytes, bytes = rows.count * entry_bytes;
+        ring.copy(to, k_cache + rows.at * 2, bytes);
+        ring.copy(keys * entry_bytes + to, v_cache + rows.at * 2, bytes);
       }
     }
   }
@@ -370,7 +392,7 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
   const float* const angles = block.at<float>(c.layout.angles) + split.sequence * 2 * half + (d < half ? d : d - half);
   const bool leads_group = split.leads_group(c);
   const long q_at = split.batch_head<false>(c) * head_dim + d, kv_at = split.batch_kv_head(c) * head_dim + d,
-             row = split.entry(c, split.kv_len - 1) + d;
+             row = split.newest_entry(c) + d;
   if (has_element)
 #pragma unroll
     for (int of = 0; of < 3; ++of) {
@@ -477,7 +499,7 @@ __device__ bool prepare_tile(const Block& block, const KeySplit& split, int laye
   __syncwarp();
   if ((is_key || is_value) && split.has_newest() && split.leads_group(c)) {
     const CachePointers& cache = block.pointers(layer).cache;
-    T* const entry = reinterpret_cast<T*>(is_key ? cache.k : cache.v) + split.entry(c, split.kv_len - 1);
+    T* const entry = reinterpret_cast<T*>(is_key ? cache.k : cache.v) + split.newest_entry(c);
 #pragma unroll 1
     for (int d = lane * kVec; d < head_dim; d += lanes * kVec)
       __stcg(reinterpret_cast<uint4*>(entry + d), *reinterpret_cast<const uint4*>(to + d));

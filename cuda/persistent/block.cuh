@@ -158,7 +158,7 @@ struct Block {
                                                       int code) {
     if (load_acquire(&grid->stopped)) return true;
     if (time_ns() <= until_ns) return false;
-    // A later launch may lack what a stopped one has not made: the earlier report stays.
+    // The first report stays: a later launch may only lack what a stopped launch has not made.
     if (volatile unsigned* const first = report; fetch_add(&grid->stopped, 1) == 0 && *first == 0) {
       *first = unsigned(code);
       __threadfence_system();
@@ -178,6 +178,16 @@ __device__ void store_angles(const Block& block, int thread, int threads, Positi
     block.at<float>(c.layout.angles)[i] =
         position >= 0 && position < c.table_rows ? table[long(position) * half + at % half] : NAN;
   }
+}
+
+/// Stores the page of a sequence's newest entry; `length` counts the entries with that one. Nothing reads the page of a
+/// sequence that has no entry, or more than there is room for.
+__device__ inline void store_newest_page(const Block& block, int sequence, int length) {
+  const PersistentPages& pages = block.c.pages;
+  int page = sequence;
+  if (pages.table && 1 <= length && length <= block.c.capacity)
+    page = pages.table[sequence * pages.of_sequence + pages.by_entries.quotient(length - 1)];
+  block.at<int>(block.c.layout.newest_pages)[sequence] = page;
 }
 
 /// Where a slice of mlp.act lies in shared memory, and the signals that it is there and that it is used. Where there

@@ -71,6 +71,9 @@ class ConsumerWarps {
     block.bring_pointers(c.first_layer, block.token + 1, block.thread());
     const int* const positions = block.at<int>(c.layout.positions);
     store_angles(block, block.thread(), kConsumerThreads, [&](int s) { return positions[s] + block.token + 1; });
+    if (const int s = block.thread(); s < c.dims.batch)
+      if (const int length = block.at<int>(c.layout.lengths)[s]; length != kIdleLength)
+        store_newest_page(block, s, length + block.token + 1);
     if (!await_choices()) return false;
     if (take_choices(is_last || block.asked_all_to_end())) {
       if (thread_index() == 0) block.stopped() = 1;  // the auxiliary warps may wait for a layer that does not come

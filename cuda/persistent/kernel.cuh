@@ -122,6 +122,7 @@ __device__ void begin_block(const Block& block, const Ring& ring, const Persiste
   if (thread < c.dims.batch) {
     block.at<int>(c.layout.lengths)[thread] = c.kv_len[thread];
     block.at<int>(c.layout.positions)[thread] = c.positions[thread];
+    store_newest_page(block, thread, c.kv_len[thread]);
     if (c.token.count > 0) block.at<int>(c.layout.ids)[thread] = min(max(c.token.ids[thread], 0), c.token.vocab - 1);
     if (c.token.chooses) {
       // The launch's first token may be a stop id: it was chosen before the launch.

@@ -126,14 +126,15 @@ constexpr int merged_partials(const PersistentPlan& p) {
   return most;
 }
 
-/// The offsets of the parts of a block's shared memory, and some sizes, in bytes. All offsets are multiples of 16, and
-/// of 128 from `angles` on.
+/// The offsets of the parts of a block's shared memory, and some sizes, in bytes. Offsets are multiples of 4 or more, as
+/// the parts' elements need it, and of 128 from `angles` on.
 struct PersistentLayout {
   int barriers;        // two of each stage, then one of each signal; at offset 0, which TileTokens relies on
   int notice;          // BlockNotice
   int layer_pointers;  // (2) LayerPointers: layer l's at index l % 2
   int lengths;         // (batch) kv_len of the launch's first token; kIdleLength where the sequence has ended
   int positions;       // (batch) of the launch's first token
+  int newest_pages;    // (batch) the page of the newest entry; in a contiguous cache the sequence
   int ids;             // (batch) the token that is run, where the launch makes whole tokens
   int best;            // (batch) the highest order key among the block's rows of the LM head
   int warp_states;     // (consumer warps, gqa_heads) each warp's maximum and sum of weights
@@ -198,12 +199,10 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
 
   // Small parts lie close together: wasted bytes could cost the ring a stage.
   l.barriers = place((2 * kMaxRingStages + kSignals) * 8);
-  l.notice = place(int(sizeof(BlockNotice)), 16);
+  l.notice = place(int(sizeof(BlockNotice)), 8);
   l.layer_pointers = place(2 * int(sizeof(LayerPointers)), 16);
-  l.lengths = place(d.batch * 4, 16);
-  l.positions = place(d.batch * 4, 16);
-  l.ids = place(d.batch * 4, 16);
-  l.best = place(d.batch * 8, 16);
+  for (int* words : {&l.lengths, &l.positions, &l.newest_pages, &l.ids}) *words = place(d.batch * 4, 4);
+  l.best = place(d.batch * 8, 8);
   l.warp_states = place(kConsumerWarps * (p.gqa_heads > d.batch ? p.gqa_heads : d.batch) * 8, 16);
   l.best_of_warps = l.warp_states;
   l.angles = place(d.batch * 2 * d.half_rotary * 4);

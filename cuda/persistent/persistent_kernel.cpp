@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/contract.hpp"
+#include "cuda/ops/any_cache.hpp"
 #include "cuda/ops/linear/pack/pack.hpp"
 #include "cuda/persistent/arguments.hpp"
 #include "cuda/persistent/launch.hpp"
@@ -61,12 +62,18 @@ class ViewCheck {
     return bad_argument(name(layer), "weights have dtype " + std::string(to_string(w.input_layernorm.gamma.dtype)) +
                                          ", expected the model's " + std::string(to_string(m_.dtype)));
   }
-  Status cache(std::int64_t layer, const LayerCache& cache, std::int64_t capacity) const {
-    CF_TRY(check_weight_dtype(kPersistentName, cache.k.dtype, m_.dtype));
+  /// `storages` and `entries`: the sequences and the capacity of a contiguous cache, or the pages and the entries of one.
+  Status cache(std::int64_t layer, const PersistentLayer& l, std::int64_t storages, std::int64_t entries,
+               const View<const std::int32_t, 2>& table) const {
+    CF_TRY(check_weight_dtype(kPersistentName, l.cache.k.dtype, m_.dtype));
     Checks check(name(layer), context_);
-    check({Role::state, "k_cache"}, cache.k, {batch_, m_.kv_heads, capacity, m_.head_dim});
-    check({Role::state, "v_cache"}, cache.v, {batch_, m_.kv_heads, capacity, m_.head_dim});
-    return check.status();
+    check({Role::state, "k_cache"}, l.cache.k, {storages, m_.kv_heads, entries, m_.head_dim});
+    check({Role::state, "v_cache"}, l.cache.v, {storages, m_.kv_heads, entries, m_.head_dim});
+    check({Role::page_table, "page_table", true}, l.page_table, {batch_, table.shape[1]});
+    CF_TRY(check.status());
+    return l.page_table.data == table.data
+               ? Status()
+               : bad_argument(name(layer), "expected the page table of the layers before, got another one");
   }
   Status ends(const PersistentEnds& e) const {
     const std::int64_t h = m_.hidden_size, vocab = e.embed_in.shape[0];
@@ -224,6 +231,13 @@ LayerPointers head_pointers(const PersistentEnds& e) {
   p.weights.matrix[int(Weight::qkv)] = bytes(e.embed_out);
   return p;
 }
+PersistentPages pages_of(const View<const std::int32_t, 2>& table, std::int64_t entries) {
+  if (!table) return {.entries = int(entries)};
+  return {.table = table.data,
+          .of_sequence = int(table.shape[1]),
+          .entries = int(entries),
+          .by_entries = Divisor(int(entries))};
+}
 CachePointers cache_pointers(const LayerCache& cache) {
   return {.k = static_cast<char*>(cache.k.data), .v = static_cast<char*>(cache.v.data)};
 }
@@ -313,7 +327,12 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   PersistentModel model = given;
   for (const PersistentLayer& l : layers) CF_TRY(note_packing(l.weights, model));
   const PersistentKernelLookup kernels = options.kernels ? options.kernels : persistent_kernels;
-  const std::int64_t capacity = layers[0].cache.k.shape[2];
+  const View<const std::int32_t, 2>& table = layers[0].page_table;
+  const std::int64_t storages = table ? layers[0].cache.k.shape[0] : batch, entries = layers[0].cache.k.shape[2],
+                     capacity = entries * (table ? table.shape[1] : 1);
+  if (table && !is_page_size(entries))
+    return refuse("pages of a multiple of " + std::to_string(kPageUnit) + " entries up to " +
+                  std::to_string(kMostPageEntries) + ", got " + std::to_string(entries));
   const PersistentChoices choices = for_capacity(context.arch(), options.choices, batch, capacity);
   CF_TRY_ASSIGN(const PersistentPlan plan, plan_persistent(context.arch(), model, batch, choices));
 
@@ -326,7 +345,7 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   std::vector<LayerKind> kinds{{.shapes = product_shapes(dims, plan, {}), .packed = {}}};
   for (std::size_t l = 0; l < layers.size(); ++l) {
     const std::int64_t number = options.first_model_layer + std::int64_t(l);
-    CF_TRY(check.cache(number, layers[l].cache, capacity));
+    CF_TRY(check.cache(number, layers[l], storages, entries, table));
     CF_TRY(check.layer(number, layers[l].weights));
     CF_TRY_ASSIGN(const LayerKind kind, layer_kind(dims, plan, names_of(model.family), layers[l].weights));
     CF_TRY_ASSIGN(const std::int64_t of_kinds, number_of_kind(kinds, kind));
@@ -362,6 +381,7 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
                                            .exchange = {.token_epochs = int(pointers.size()) + 1},
                                            .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
                                            .digit_offsets = digit_offsets(dims, plan, persistent_layout(dims, plan)),
+                                           .pages = pages_of(table, entries),
                                        });
   std::copy(kinds.begin(), kinds.end(), state->arguments.kinds.begin());
   state->first_model_layer = options.first_model_layer;

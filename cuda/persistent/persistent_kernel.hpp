@@ -22,6 +22,10 @@ namespace cf::cuda {
 struct PersistentLayer {
   LayerWeights weights{};
   LayerCache cache{};
+  /// (batch, pages of a sequence), or empty: a contiguous cache. All layers have one table, and their caches lie as
+  /// PagedCacheView says. The kernel reads the table when it runs: a launch of many tokens needs the pages of all entries
+  /// that it appends.
+  View<const std::int32_t, 2> page_table{};
 };
 
 /// The sequences' state on the device. The kernel reads positions and kv_len when it runs.
@@ -81,8 +85,9 @@ class PersistentKernel {
   /// Plans the kernel for the layers and takes its scratch memory. Each Linear is dense or packed by cuda::pack().
   /// Layers may be packed in up to seven ways. Code::unimplemented for what plan_persistent() refuses, a grid of more
   /// blocks than the device holds at once, views of another dtype than the model's, more layers than
-  /// kMaxPersistentLayers, layers packed in more ways, and groups that differ in size or are no multiple of 32 columns;
-  /// Code::invalid_argument for no layers and for views of other shapes; Code::out_of_memory without room.
+  /// kMaxPersistentLayers, layers packed in more ways, groups that differ in size or are no multiple of 32 columns, and
+  /// pages of a size that is_page_size() does not have; Code::invalid_argument for no layers, for views of other shapes
+  /// and for layers with different page tables; Code::out_of_memory without room.
   static Result<PersistentKernel> create(const Context& context, const PersistentModel& model,
                                          std::span<const PersistentLayer> layers, const PersistentSequences& sequences,
                                          const RopeTable& rope, const PersistentOptions& options = {});

@@ -58,7 +58,7 @@ struct PhaseSpec {
   CF_HD constexpr Weight weight() const { return Weight(matrix % kWeights); }
 };
 static_assert(sizeof(PhaseSpec) == 4, "a warp loads a phase in one access");
-/// Whether a phase multiplies by what other blocks have made as it is: by the context or by mlp.act.
+/// Whether a phase multiplies by the context or by mlp.act, which other blocks have made and no norm changes.
 constexpr bool is_fetched(const PhaseSpec& p) { return p.input == Input::context || p.input == Input::mlp_act; }
 static_assert(Weight(kHeadMatrix % kWeights) == Weight::qkv);
 

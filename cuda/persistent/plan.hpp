@@ -156,7 +156,7 @@ struct Divisor {
 
   constexpr Divisor() = default;
   constexpr explicit Divisor(int number) : inverse(((std::uint64_t(1) << 40) + number - 1) / number) {}
-  /// dividend / number, of a dividend from 0 to 2^23.
+  /// dividend / number, of a dividend from 0 to 2^23; of one up to 2^29 where the number is 64 to 1024.
   CF_HD constexpr int quotient(int dividend) const { return int(std::uint64_t(dividend) * inverse >> 40); }
 };
 /// The divisors of kernels. Each has the name of the plan's member that it divides by.

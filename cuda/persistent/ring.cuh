@@ -204,7 +204,7 @@ class RingReader {
   __device__ RingReader(const PersistentArguments& arguments, int first)
       : c(arguments), stage_(unsigned(first)), next_(first) {}
 
-  /// The number of the warp's next stage, 0 or 1. Stage 0 is the first one behind the last end().
+  /// The number of the warp's next stage, 0 or 1. Number 0 is the first stage behind the last end().
   __device__ int first() const { return next_ % kLine; }
   /// The next stages are of this kind. Called as often as RingWriter::begin().
   __device__ void begin(const RingStage& kind) {

@@ -62,7 +62,7 @@ inline Result<GraphExec> instantiate(const Graph& graph) {
   return GraphExec(exec);
 }
 
-/// Captures a graph that can be launched of what `enqueue` puts onto the stream.
+/// Captures what `enqueue` puts onto the stream, as a graph that can be launched.
 template <class Enqueue>
 Result<GraphExec> capture(CUstream_st* stream, Enqueue&& enqueue) {
   CF_TRY_ASSIGN(const Graph graph, capture_nodes(stream, std::forward<Enqueue>(enqueue)));

@@ -52,7 +52,7 @@ Model::Options with_capacity(Model::Options o) {
   return o;
 }
 
-/// Whether an impl has ops in the place of the persistent kernel, which reads contiguous caches of all keys alone.
+/// Whether an impl has ops in the place of the persistent kernel, which reads caches of all keys alone.
 bool has_ops(Impl impl) { return impl == Impl::unfused || impl == Impl::graph; }
 
 /// Whether sequences may be longer than the model's own window.
@@ -64,7 +64,7 @@ CacheKind kind_of(const ModelSpec& m, const Model::Options& o) {
   return {.pool = o.pool(), .stream = o.stream(), .leaves_keys_out = leaves_keys_out(m, o)};
 }
 
-/// Refuses pages that the options have no room for, and pages and streams that no kernel takes.
+/// Refuses pages that the options have no room for, and pages and streams that no kernel of the impl takes.
 Status check_cache_options(const Model::Options& o) {
   CF_TRY(SlotPages::check(o.pool(), o.capacity, o.stream()));
   const auto unimplemented = [](std::string what) {
@@ -73,9 +73,8 @@ Status check_cache_options(const Model::Options& o) {
   if (o.pages > 0 && !is_page_size(o.page_entries))
     return unimplemented("page_entries: cuda takes a multiple of " + std::to_string(kPageUnit) + " up to " +
                          std::to_string(kMostPageEntries) + ", got " + std::to_string(o.page_entries));
-  if ((o.pages > 0 || o.stream()) && o.impl && !has_ops(*o.impl))
-    return unimplemented(std::string(o.pages > 0 ? "pages" : "window") +
-                         ": cuda takes the impls unfused and graph, got " + std::string(to_string(*o.impl)));
+  if (o.stream() && o.impl && !has_ops(*o.impl))
+    return unimplemented("window: cuda takes the impls unfused and graph, got " + std::string(to_string(*o.impl)));
   return {};
 }
 
@@ -147,8 +146,9 @@ ModelTensors Model::State::tensors(std::int64_t slot, const StepSizes& sizes, co
   return t;
 }
 
-Impl Model::auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeights& weights, std::int64_t slots) {
-  return fastest_impl(arch, model, dtype_of_weights(weights), is_quantised(model, weights), slots);
+Impl Model::auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeights& weights, const Options& o) {
+  if (o.stream() || leaves_keys_out(model, o)) return Impl::graph;
+  return fastest_impl(arch, model, dtype_of_weights(weights), is_quantised(model, weights), o.slots);
 }
 
 ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const Options& options) {
@@ -206,8 +206,7 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
                 KvCache::create(context, spec, dtype, {0, spec.shape.num_layers}, o.slots, o.capacity, kind));
   CF_TRY_ASSIGN(Workspace workspace, Workspace::create(context, spec, dtype, most_tokens(o), o.capacity,
                                                        is_quantised(spec, host), o.stream()));
-  Impl impl = o.impl.value_or(auto_impl(context.arch(), spec, host, o.slots));
-  if ((kind.pool || kind.stream || kind.leaves_keys_out) && !has_ops(impl)) impl = Impl::graph;
+  const Impl impl = o.impl.value_or(auto_impl(context.arch(), spec, host, o));
   auto state = std::make_unique<State>(context, std::move(stream), spec, o, impl, std::move(weights), std::move(cache),
                                        std::move(workspace));
   State& s = *state;

@@ -35,8 +35,8 @@ class Model final : public ModelRunner {
     /// Whether a token's bits are the same whatever else is in its step: all steps have kernels with one order of sums,
     /// which are slower for few tokens (data/bench/README.md has the price). It takes the impls unfused and graph.
     bool invariant = false;
-    /// As cpu_ref::Model::Options has them. A page has a multiple of 64 entries up to 1024. Pages and streams, and with a
-    /// model's own window a capacity beyond it, take the impls unfused and graph.
+    /// As in cpu_ref::Model::Options. A page has a multiple of 64 entries up to 1024. The impls unfused and graph alone
+    /// take streams, and a capacity beyond the model's own window.
     std::int64_t window = 0, sinks = 0;
     std::int64_t pages = 0, page_entries = 64;
 
@@ -44,9 +44,9 @@ class Model final : public ModelRunner {
     PageSizes pool() const { return pages == 0 ? PageSizes{} : PageSizes{pages, page_entries}; }
   };
 
-  /// The fastest impl for steps of so many slots on a GPU of this kind, by its measured bounds.
-  /// A pure function of its arguments, which reads the weights' formats and dtypes alone. invariant_arch() has graph.
-  static Impl auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeights& weights, std::int64_t slots);
+  /// The fastest impl that takes these options on a GPU of this kind, by its measured bounds. A pure function of its
+  /// arguments, which reads the weights' formats and dtypes alone. invariant_arch() has graph.
+  static Impl auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeights& weights, const Options& options);
   /// What create() takes on the device for these weights. Their values may be on the host, on a device or nowhere.
   static ModelBytes bytes(const ModelSpec& model, const ModelWeights& weights, const Options& options);
   /// Refuses more memory than is free on the current device (Code::out_of_memory). `name` is the model's in the

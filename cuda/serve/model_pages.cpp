@@ -27,6 +27,15 @@ void Model::State::drop_pages_ahead(SlotPages& of) const {
   for (std::int64_t slot = 0; slot < options.slots; ++slot) of.truncate(slot, pipeline.lengths()[slot]);
 }
 
+Result<bool> Model::State::try_reserve(std::span<const Run> runs) {
+  if (!pages) return true;
+  const Result<std::vector<PagePool::Copy>> copies = pages.reserve(runs);
+  if (!copies && copies.status().code() == Code::out_of_memory) return false;
+  CF_TRY(copies.status());
+  CF_TRY(update_pages(*copies));
+  return true;
+}
+
 Result<bool> Model::State::make_room(std::span<const Token> next) {
   if (!pages) return true;
   // A step continues every slot that the one before had. One that is not asked for may have given its pages away.
@@ -35,11 +44,7 @@ Result<bool> Model::State::make_room(std::span<const Token> next) {
   if (!same) return false;
   std::vector<Run> runs;
   for (const Token& t : next) runs.push_back({.sequence = t.slot, .first_position = t.position});
-  const Result<std::vector<PagePool::Copy>> copies = pages.reserve(runs);
-  if (!copies && copies.status().code() == Code::out_of_memory) return false;
-  CF_TRY(copies.status());
-  CF_TRY(update_pages(*copies));
-  return true;
+  return try_reserve(runs);
 }
 
 std::int64_t Model::page_entries() const { return state_->pages ? state_->options.page_entries : 0; }

@@ -228,12 +228,14 @@ struct Model::State final : PipelineDevice, OwnTensors {
 
   /// Of streams: puts the rows of RoPE's table for a pass of these positions onto the stream.
   Status make_rope_rows(View<const std::int32_t, 1> positions);
-  /// The entries from which on a step leaves a slot idle that ran before.
+  /// The entries at which a slot is full: from there on a step that follows its last one leaves it idle.
   std::int32_t most_followed() const { return std::int32_t(options.stream() ? kMostStreamTokens : options.capacity); }
 
   /// Makes room in the pages for what these runs write, which was not foreseen. Code::out_of_memory, and no change,
   /// where too few are free.
   Status reserve(std::span<const Run> runs);
+  /// The same for what is not asked for yet. False, and no change, where too few are free.
+  Result<bool> try_reserve(std::span<const Run> runs);
   /// Brings the device's pages up to date.
   Status update_pages(std::span<const PagePool::Copy> copies);
   /// Forgets the entries that a step was given room for which ran ahead and is not asked for.
@@ -241,6 +243,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
 
   // What the pipeline asks for.
   Result<bool> make_room(std::span<const Token> next) override;
+  Result<bool> make_room_for_launch(std::span<const Run> runs) override { return try_reserve(runs); }
   Status place(std::span<const Token> tokens) override;
   Status run(Start start, LogitsBuffer to) override;
   Status keep(std::int64_t slot, LogitsBuffer from, std::int64_t length) override;

@@ -253,6 +253,19 @@ Status Pipeline::run_next(std::span<const Draw> draws, Start start) {
   return enter(PipelineEvent::choose, Ahead{std::move(next)});
 }
 
+Result<std::int64_t> Pipeline::room_for_launch(std::span<const Draw> draws, std::span<const SlotEnd> ends,
+                                               std::int64_t in_flight, std::int64_t count) {
+  for (; count > 0; count /= 2) {
+    std::vector<Run> runs;
+    for (const Draw& d : draws)
+      if (const std::int64_t tokens = std::min(ends[std::size_t(d.slot)].tokens, count); tokens > 0)
+        runs.push_back({.sequence = d.slot, .first_position = d.position + in_flight, .count = tokens});
+    CF_TRY_ASSIGN(const bool has_room, device_.make_room_for_launch(runs));
+    if (has_room) break;
+  }
+  return count;
+}
+
 Status Pipeline::launch_next(PipelineEvent event, std::span<const Draw> draws) {
   auto* const launched = std::get_if<Launched>(&state_);
   if (launched) launched->next.clear();
@@ -285,14 +298,18 @@ Status Pipeline::launch_next(PipelineEvent event, std::span<const Draw> draws) {
   Launched to_come = launched ? Launched{launched->token, launched->end, {}} : Launched{0, 0, {}};
   // The next launch is enqueued while the last one still has a token to make, so that the device does not wait.
   if (in_flight <= 1 && most > 0) {
-    const std::int64_t count = std::min(most, kLaunchTokens);
-    const LogitsBuffer to = leases_.next_step();
-    CF_TRY(keep_logits(next, to));
-    CF_TRY_ASSIGN(const unsigned first, device_.launch(count, to, slot_ends));
-    if (!launched) to_come.token = first;
-    to_come.end = first + unsigned(count);
-    leases_.write(to);
-    for (std::size_t i = 0; i < running.size(); ++i) slot_of(running[i]).told_end = std::move(ends[i]);
+    CF_TRY_ASSIGN(const std::int64_t count,
+                  room_for_launch(running, slot_ends, in_flight, std::min(most, kLaunchTokens)));
+    if (count == 0 && !launched) return stay(event);
+    if (count > 0) {
+      const LogitsBuffer to = leases_.next_step();
+      CF_TRY(keep_logits(next, to));
+      CF_TRY_ASSIGN(const unsigned first, device_.launch(count, to, slot_ends));
+      if (!launched) to_come.token = first;
+      to_come.end = first + unsigned(count);
+      leases_.write(to);
+      for (std::size_t i = 0; i < running.size(); ++i) slot_of(running[i]).told_end = std::move(ends[i]);
+    }
   }
   to_come.next = std::move(next);
   return enter(event, std::move(to_come));

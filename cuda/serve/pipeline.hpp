@@ -44,6 +44,8 @@ class PipelineDevice {
   /// Makes room for a step of these tokens, which is not asked for yet. False where it must wait until it is: another
   /// slot needs that room, or would have a token in the step, too.
   virtual Result<bool> make_room(std::span<const Token>) { return true; }
+  /// Makes room for the entries of a launch, a run for each slot that appends any. False where there is too little.
+  virtual Result<bool> make_room_for_launch(std::span<const Run>) { return true; }
   /// Runs a step, whose logits go to `to`.
   virtual Status run(Start start, LogitsBuffer to) = 0;
   /// Copies a slot's logits to the buffer of prompts. `length` is the number of the slot's entries.
@@ -214,7 +216,7 @@ class Pipeline {
   };
   struct Launched {
     unsigned token, end;      // the numbers of the token that `next` is, and one past the launch's last
-    std::vector<Token> next;  // until the ids of the last step are known: none
+    std::vector<Token> next;  // none until the ids of the last step are known
   };
   using State = std::variant<Idle, Placed, Ahead, Launched>;
   struct End {
@@ -246,6 +248,10 @@ class Pipeline {
   bool launch_chooses(std::span<const Draw> draws) const;
   /// Puts the next step of these draws onto the stream.
   Status run_next(std::span<const Draw> draws, Start start);
+  /// Makes room for a launch of up to `count` tokens behind `in_flight` ones, of the slots that `ends` gives any. Returns
+  /// the tokens that there is room for, which may be 0.
+  Result<std::int64_t> room_for_launch(std::span<const Draw> draws, std::span<const SlotEnd> ends,
+                                       std::int64_t in_flight, std::int64_t count);
   /// Puts a launch onto the stream that continues the ids of these draws, where the one before is about to end.
   Status launch_next(PipelineEvent event, std::span<const Draw> draws);
   Status choose_now(std::span<const Draw> draws);

@@ -15,8 +15,8 @@ Status prepare(const PlannedNode& node, LaunchList& launches);
 /// Adds the nodes of a plan to a graph, each in its mode.
 Status capture_plan(const StepPlan& plan, DataflowCapture& graph);
 
-/// Adds one layer to a graph, as plan_graph() has it. What the layer's sites write gets the same bits as launched one
-/// by one, but for tensors that are not written: those between the parts of fused calls.
+/// Adds one layer to a graph, as plan_graph() plans it. Outputs have the same bits as those of sites that are launched
+/// one by one. Tensors between the parts of a fused call are not written.
 Status capture_layer(const ModelSpec& model, const LayerWeights& weights, const LayerTensors& tensors,
                      DataflowCapture& graph);
 

@@ -30,7 +30,8 @@ bool takes(const Target& target, Node& node);
 /// Puts fused calls into the place of their parts wherever a layer's fused calls have kernels, and these are faster:
 ///   ln_qkv                 makes q, k and v of few tokens of layers with LayerNorm
 ///   rms_qkv, rms_linear    normalise one token of layers with RMSNorm and packed weights; both of them, or none
-///   linear_sum             makes both sums of a parallel residual with packed weights
+///   linear_sum             makes both sums of a parallel residual, with packed weights of few tokens or with dense
+///                          weights of 9 to 128
 ///   rope_append            takes the place of rope and kv_append in all other layers
 /// Nodes outside the layers stay as they are.
 Program fuse(const Target& target, Program program);
@@ -39,8 +40,8 @@ Program fuse(const Target& target, Program program);
 /// launches one after the other.
 Result<StepPlan> choose(const Target& target, Program program);
 
-/// Sets the modes of a graph, in which a node waits for those alone whose data it needs: in a layer by the plans of its
-/// nodes; outside the layers early, but for the LM head.
+/// Sets the modes of a graph, in which a node waits only for nodes whose data it needs. In a layer the nodes' plans say
+/// which start early; outside the layers all do but the LM head.
 void set_graph_modes(const Arch& arch, StepPlan& plan);
 
 /// A step as a graph has it: fuse(), choose() and set_graph_modes().

@@ -45,7 +45,7 @@ class DataflowCapture {
   /// Adds launches that read and write the tensors at these addresses, and the scratch memory where the list uses it.
   Status add(std::span<const void* const> reads, std::span<const void* const> writes, const LaunchList& launches,
              bool early);
-  /// The last nodes of the op that was added last: of one launch, its node.
+  /// The nodes at the end of the op that was added last. An op of one launch has one.
   const std::vector<CUgraphNode_st*>& last_nodes() const { return nodes_.back(); }
 
  private:

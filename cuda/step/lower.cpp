@@ -64,9 +64,9 @@ Status take(const Node& node, const ops::Rope::Args& args, PersistentLayer&) {
 }
 Status take(const Node& node, const ops::KvAppend::Args& args, PersistentLayer& layer) {
   if (!args.runs.empty()) return refuse(node, "one new token of each sequence, no runs");
-  if (args.page_table) return refuse(node, "a contiguous cache, no pages");
   if (args.window) return refuse(node, "a cache of all keys, no stream's");
   layer.cache = {args.k_cache, args.v_cache};
+  layer.page_table = args.page_table;
   return {};
 }
 Status take(const Node& node, const ops::Attention::Args& args, PersistentLayer&) {

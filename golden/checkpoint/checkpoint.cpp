@@ -298,7 +298,7 @@ class KnownNames {
                             [&](const std::string& name) { in_layer_.insert(name.substr(prefix.size())); });
     });
   }
-  /// Whether a file may have a tensor of that name, or of one that Hugging Face's models have beside.
+  /// Whether a file may have a tensor of that name. Names without the model's base count, and other names of the head.
   bool contains_stored(const std::string& name) const {
     return contains(name) || contains(std::string(names_.base()) + name) ||
            (!names_.other_head.empty() && name == std::string(names_.other_head) + ".weight");

@@ -17,8 +17,8 @@
 namespace cf::checkpoint {
 
 /// From now on an access to a file of a checkpoint that has become shorter reads zeros, which check_files() tells, in
-/// place of ending the process by SIGBUS. Sets the process's handler of that signal; what is none of a checkpoint's or
-/// a golden file's goes to the handler before. Programs and the Python package call this, the library itself does not.
+/// place of ending the process by SIGBUS. Sets the process's handler of that signal; signals at addresses outside such
+/// files go to the earlier handler. Programs and the Python package call this, the library itself does not.
 void guard_mapped_files();
 
 /// The memory of tensors that were loaded together. When it is destroyed, the pages that were read of these tensors

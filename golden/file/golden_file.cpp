@@ -61,7 +61,7 @@ Shape table_shape(const GoldenMeta& m) { return {m.load.tokens(), m.config.rotar
 Status check_size(const Hdf5Reader& file, const GoldenMeta& m) {
   const ModelConfig& c = m.config;
   const double tokens = double(m.load.tokens());
-  // The widest of a token's rows, but for the MLP's.
+  // The widest row of a token outside the MLP.
   const double hidden = std::max(double(c.hidden_size), double(c.num_attention_heads) * double(c.head_dim()));
   const double step =
       2 * double(m.load.batch) * double(m.load.kv_len) * hidden + tokens * (12 * hidden + double(c.intermediate_size));

@@ -46,7 +46,7 @@ bool is_tap(const ModelConfig& config, const std::string& name) {
   return layer >= 0 && layer < config.num_hidden_layers && name == layer_output_tap(layer);
 }
 
-/// Checks the shapes of one variant's logits. A file's first variant says how many of a position there are.
+/// Checks the shapes of one variant's logits. A file's first variant says how many logits a position has.
 Status check_logits(const Hdf5Reader& file, const std::string& variant, DType dtype, bool is_first,
                     ModelGoldenMeta& m) {
   const std::string path = logits_of(variant);

@@ -122,7 +122,7 @@ def main(argv):
                     converted += convert(path)
             except Refusal:
                 raise
-            except Exception as error:  # h5py's and numpy's, of what a valid seal may cover
+            except Exception as error:  # of h5py or numpy: a valid seal may cover what they do not read
                 reason = " ".join(str(error).split()) or type(error).__name__
                 raise Refusal(f"{path}: expected the schema's content: {reason}") from None
         progress("")

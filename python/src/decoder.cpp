@@ -59,7 +59,7 @@ void call_processor(const nb::object& function, std::span<float> logits, std::sp
   std::copy_n(row.data(), row.size(), logits.data());
 }
 
-/// A Python function as a decoder calls it: without the GIL, which it takes, as does whoever drops the last copy.
+/// A Python function that a decoder calls without the GIL. A call takes the GIL, and so does the end of the last copy.
 LogitsChanges::Processor processor_of(nb::handle function) {
   if (function.is_none()) return {};
   const std::shared_ptr<nb::object> held(new nb::object(nb::borrow(function)), [](nb::object* object) {

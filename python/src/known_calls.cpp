@@ -19,7 +19,7 @@ enum Kind : std::int64_t { kNothing = -1, kWeight = -2, kDict = -3, kLeftOut = -
 /// How many budgets are measured: these look at every call.
 std::atomic<int> measured = 0;
 
-/// The class of GPTQ weights, and the names of what they are made of.
+/// The class GptqWeight, and the names of its attributes.
 struct WeightClass {
   nb::handle type;  // borrowed: an owned one would keep its module alive
   std::array<nb::handle, 4> parts;

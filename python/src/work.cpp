@@ -33,9 +33,9 @@ void end_python() {
   for (int ms = 0; without_gil > 0 && ms < 1000; ++ms) std::this_thread::sleep_for(1ms);
 }
 
-/// Makes the threads of an OpenMP that was loaded with its default, as torch does, wait with few spins: GCC's spins
-/// less as soon as there are more OpenMP threads than CPUs (its manual, GOMP_SPINCOUNT). Beside the threads that work,
-/// which are one a CPU, a second team of two is begun, and kept asleep.
+/// Makes OpenMP's threads spin less while they wait, where a library such as torch has loaded OpenMP with its defaults.
+/// GCC's threads spin less as soon as there are more of them than CPUs (its manual, GOMP_SPINCOUNT). One thread a CPU
+/// works; two more are begun here and sleep.
 void shorten_spins() {
   std::thread([] {
 #pragma omp parallel num_threads(2)

@@ -28,13 +28,17 @@ import bench_busy
 import bench_page
 import bench_peers
 import bench_python
+import bench_record
 import bench_versions
+import console
 import families
+import gptq
 import hf_model
 import model_config
 import plot_bench
 import procedural
-from peers import flashinfer_attention, layer_bench, model_bench, model_peers, programs, stacks, table, timing
+from peers import flashinfer_attention, int4_bench, int4_products, layer_bench, model_bench, model_peers, programs
+from peers import stacks, table, timing, triton_gptq
 
 
 def configuration(kv_len, median_us, impl="graph", sites=()):
@@ -811,6 +815,139 @@ sys.exit("no such model" if "nowhere" in argv else 0)
             self.assertEqual((code, error.count("\n")), (2, 1))
 
 
+CF_OP_INT4 = """#!/usr/bin/env python3
+import json, sys
+of = lambda option: sys.argv[sys.argv.index(option) + 1]
+if of("--preset") == "pythia-160m":
+    sys.exit("cf-op: no memory")
+times = {key: 2.0 for key in ("median_us", "p10_us", "p99_us", "bytes", "floor_us")} | {"cold": True}
+results = [
+    times | {"batch": int(n), "site": site} for n in of("--batch").split(",") for site in ("a", "b", "c", "d", "layer")
+]
+with open(of("--json"), "w") as file:
+    json.dump({"commit": "abc", "op": "linear", "group": of("--group"), "results": results}, file)
+"""
+
+
+class Int4(Files):
+    class Peer:
+        is_ours, sets = False, 4
+
+        def __init__(self, product):
+            self.product = product
+
+        def activations(self, tokens):
+            return tokens
+
+        def run(self, x):
+            pass
+
+        def errors(self, x):
+            return {"max_error": 0.001, "of_bound": 0.5, "non_finite": int(x == 512)}
+
+    class Ours(Peer):
+        is_ours = True
+
+    class Missing(Peer):
+        def __init__(self, product):
+            raise ImportError("no module")
+
+    def bench(self, **fields):
+        arguments = {"runs": 2, "warmup": 1, "time_limit_s": 60, "peer_timeout_s": 30, "json": None}
+        arguments |= {"cf_op": self.write("cf-op", CF_OP_INT4, True), "tokens": [1, 512]}
+        arguments |= {"peers": ["cf_ops", "good", "missing"]}
+        bench = int4_bench.Int4Bench(argparse.Namespace(**(arguments | fields)), {"gpu": "a GPU"})
+        bench.free = lambda: None
+        bench.timer.graph = lambda step: [4.0, 8.0, 16.0]
+        return bench
+
+    def test_the_products_of_a_layer(self):
+        of = lambda preset: [
+            (p.name, p.outputs, p.inputs) for p in int4_products.products_of(model_config.PRESETS[preset])
+        ]
+        self.assertEqual(of("pythia-2.8b"), [("qkv", 7680, 2560), ("dense", 2560, 2560), ("up", 10240, 2560),
+                                             ("down", 2560, 10240)])  # fmt: skip
+        self.assertEqual(of("llama-3.1-8b"), [("qkv", 6144, 4096), ("dense", 4096, 4096), ("up", 28672, 4096),
+                                              ("down", 4096, 14336)])  # fmt: skip
+
+    def test_ours_and_peers_are_rows_with_times_and_errors(self):
+        bench = self.bench()
+        with mock.patch.object(
+            int4_products, "PEERS", {"cf_ops": self.Ours, "good": self.Peer, "missing": self.Missing}
+        ):
+            bench.run("pythia-14m")
+            bench.run("pythia-160m")
+        rows = bench.findings()["results"]["int4"]
+        ours = [r for r in rows if r["system"] == "cf-op"]
+        self.assertEqual([(r["preset"], r["tokens"], r["product"]) for r in ours if "error" not in r],
+                         [("pythia-14m", n, name) for n in (1, 512) for name in ("qkv", "dense", "up", "down")])  # fmt: skip
+        self.assertIn("cf-op: no memory", ours[-1]["error"])
+        good = [r for r in rows if r["system"] == "good"]
+        self.assertEqual(good[0], {"preset": "pythia-14m", "tokens": 1, "product": "qkv", "system": "good",
+                                   "median_us": 2.0, "p10_us": 1.2, "p99_us": 3.96, "max_error": 0.001,
+                                   "of_bound": 0.5, "non_finite": 0, "ratio": 1.0})  # fmt: skip
+        self.assertNotIn("ratio", good[-1])  # of pythia-160m there are no times of ours
+        checked = [r for r in rows if r["system"] == "cf_ops"]
+        self.assertEqual((len(checked), {"median_us" in r for r in checked}), (16, {False}))
+        self.assertEqual({r["error"] for r in rows if r["system"] == "missing"}, {"ImportError: no module"})
+        table = int4_products.table(rows)
+        self.assertEqual(
+            table[0], "| preset | product | tokens | cf-op, us | good, us | missing, us | beyond roundings |"
+        )
+        self.assertEqual(table[3], "| pythia-14m | qkv | 512 | 2.0 | 2.0 |  | cf_ops: 1 not finite; "
+                                   "good: 1 not finite; missing: ImportError: no module |")  # fmt: skip
+
+    def test_the_page_adds_a_layer_s_products_up_and_says_what_is_wrong(self):
+        self.assertEqual(bench_page.int4({"int4-peers": None}), ["Not recorded."])
+        bench = self.bench()
+        with mock.patch.object(
+            int4_products, "PEERS", {"cf_ops": self.Ours, "good": self.Peer, "missing": self.Missing}
+        ):
+            bench.run("pythia-14m")
+        report = {"commit": "abc", "gpu": "a GPU", "command": "x", "versions": {"torch": "2"}} | bench.findings()
+        self.write("int4-peers.json", json.dumps(report))
+        lines = bench_page.int4(bench_page.Figures(self.directory))
+        self.assertEqual(lines[:4], ["| model | tokens | cf-op, us | good, us |", "|---|---:|---:|---:|",
+                                     "| Pythia-14M | 1 | 8.0 | 8.0 (1.00x) |",
+                                     "| Pythia-14M | 512 | 8.0 | 8.0 (1.00x) |"])  # fmt: skip
+        of_512 = ", ".join(f"pythia-14m {name} of 512 tokens" for name in ("qkv", "dense", "up", "down"))
+        said = f"the largest error is 0.001 of the outputs' root mean square; beyond roundings: {of_512}."
+        self.assertEqual(lines[-3:], [f"- cf_ops: {said}", f"- good: {said}",
+                                      "- missing: failed 8 times: ImportError: no module."])  # fmt: skip
+
+    @unittest.skipUnless(HAS_TORCH, "needs torch")
+    def test_a_weight_is_dequantised_as_gptq_says_and_errors_are_seen(self):
+        import torch
+
+        product = int4_products.Product("qkv", 64, 256)
+
+        class Exact(int4_products.Peer):
+            device = "cpu"
+
+            def make(self, is_first):
+                parts = triton_gptq.random_gptq(64, 256, "cpu")
+                if is_first:
+                    self.weight = int4_products.dequantised(parts)
+                    self.parts = parts
+                return int4_products.dequantised(parts)
+
+            def multiply(self, x, form):
+                return (x.double() @ form.T).half()
+
+        with mock.patch.object(int4_products, "sets_beyond_l2", lambda set_bytes: 3):
+            exact = Exact(product)
+        self.assertEqual(len(exact.forms), 3)
+        parts = {name: part.numpy() for name, part in exact.parts.items()}
+        expected = gptq.dequantise(parts | {"g_idx": np.arange(256) // 128}, 4, True)
+        self.assertEqual(float((exact.weight - torch.from_numpy(expected)).abs().max()), 0)
+        x = exact.activations(5)
+        self.assertLess(exact.errors(x)["of_bound"], 1)
+        exact.multiply = lambda x, form: (x.double() @ form.T * 1.01).half().index_fill(0, torch.tensor([2]), torch.nan)
+        found = exact.errors(x)
+        self.assertGreater(found["of_bound"], 1)
+        self.assertEqual(found["non_finite"], 64)
+
+
 class Refusals(Files):
     def check(self, script, words, *argv):
         code, out, error = run(script, *argv)
@@ -830,6 +967,10 @@ class Refusals(Files):
         self.check(bench_peers, "nowhere: no such program", "--cf-layer", "nowhere")
         self.check(bench_peers, "/nowhere: no such directory", *programs, "--json", "/nowhere/x.json")
         self.check(bench_peers, "--slots: expected with --what model", "--slots", "1")
+        self.check(bench_peers, "--tokens: expected with --what int4", "--tokens", "1")
+        self.check(bench_peers, "--peers must be of cf_ops, humming, ", "--what", "int4", "--peers", "linear")
+        self.check(bench_peers, "nowhere: no such program; scripts/test builds it, --cf-op names it",
+                   "--what", "int4", "--cf-op", "nowhere")  # fmt: skip
 
     def test_bench_peers_of_models(self):
         check = functools.partial(self.check, bench_peers)
@@ -918,14 +1059,14 @@ class Tables(Files):
         row = {"slots": 8, "prompt_len": 128, "ttft_ms": 10.0, "tpot_ms": 2.0}
         report = {"gpu": "a GPU", "commit": "abc", "command": "cf-model bench", "results": [row]}
         others = [row | {"ttft_ms": 12.5, "tpot_ms": 3.0}, row | {"slots": 9}]
-        self.write("model-pythia-2.8b-invariant-off-h100.json", json.dumps(report))
-        self.write("model-pythia-2.8b-invariant-h100.json", json.dumps(report | {"results": others}))
+        self.write("model-pythia-2.8b-invariant-off.json", json.dumps(report))
+        self.write("model-pythia-2.8b-invariant.json", json.dumps(report | {"results": others}))
         lines = bench_page.same_bits(bench_page.Figures(self.directory))
         self.assertEqual(lines[2:], [
             "| pythia-2.8b | 8 | 128 | 10.00 | 12.50 (1.25x) | 2.00 | 3.00 (1.50x) |",
             "",
-            "[`model-pythia-2.8b-invariant-h100.json`](model-pythia-2.8b-invariant-h100.json); "
-            "[`model-pythia-2.8b-invariant-off-h100.json`](model-pythia-2.8b-invariant-off-h100.json).",
+            "[`model-pythia-2.8b-invariant.json`](model-pythia-2.8b-invariant.json); "
+            "[`model-pythia-2.8b-invariant-off.json`](model-pythia-2.8b-invariant-off.json).",
         ])  # fmt: skip
 
     def test_a_line_is_that_of_least_squares(self):
@@ -962,12 +1103,49 @@ class Tables(Files):
         self.assertEqual(plot_bench.cell(row, "gptq_linear", 1.3), "52.00 (1.30x), 40 lines")
 
 
+class Records(Files):
+    def test_a_record_has_its_gpu_and_commit_and_no_sites_of_whole_models(self):
+        whole = {"sites": SITES, "step": {"median_us": 1.0}}
+        report = {"device": "a GPU", "programs": [{"commit": "abc", "configurations": [whole]}], "figures": "±"}
+        path = self.write("quality-a.json", json.dumps(report, indent=1))
+        self.assertEqual(run(bench_record, path), (0, "", ""))
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        self.assertNotIn(" ", text.replace("a GPU", ""))
+        self.assertIn('"±"', text)
+        slim = [{"commit": "abc", "configurations": [whole | {"sites": []}]}]
+        expected = report | {"programs": slim, "gpu": "a GPU", "commit": "abc"}
+        self.assertEqual(json.loads(text), expected)
+        # A layer by itself keeps its sites, a record of the CPU has no GPU, and a record of a record is the same.
+        for kept in (LAYER | {"commit": "abc"}, {"cpu": "a CPU", "commit": "abc"}, expected):
+            self.assertEqual(bench_record.record(kept), kept)
+
+    def test_a_fault_is_kept_beside_what_was_measured(self):
+        path = os.path.join(self.directory, "stack-a.json")
+        code, out, error = run(bench_record, path)
+        self.assertEqual((code, out, error.count("\n")), (1, "", 1))
+        self.assertIn("stack-a.json: no such file", error)
+        for content, expected in ((None, {}), ({"commit": "abc"}, {"commit": "abc"})):
+            if content:
+                self.write("stack-a.json", json.dumps(content))
+            self.assertEqual(run(bench_record, path, "--fault", "exit 3")[0], 0)
+            with open(path, encoding="utf-8") as file:
+                self.assertEqual(json.load(file), expected | {"error": "exit 3"})
+        figures = bench_page.Figures(self.directory)
+        self.assertEqual(figures["stack-a"], {"commit": "abc", "error": "exit 3"})
+        self.write("stack-a.json", "{")
+        code, out, error = run(bench_record, path)
+        self.assertEqual((code, out, error.count("\n")), (2, "", 1))
+        self.assertIn("stack-a.json", error)
+
+
 class Page(Files):
     def recorded(self, **fields):
         """A directory that holds one recorded step of Pythia-2.8B."""
         configurations = [step(4, 128, 1600.0) | fields]
         configurations[0]["step"] |= {"percent_of_read": 80.0}
         report = LAYER | {"commit": "abc", "command": "cf-layer", "configurations": configurations}
+        report |= {"gpu": "NVIDIA H200"}
         return os.path.dirname(self.write("stack-pythia-2.8b.json", json.dumps(report)))
 
     FRONT = "before\n{}\nold\n{}\nbetween\n{}\nold\n{}\nafter\n".format(
@@ -999,22 +1177,22 @@ class Page(Files):
         result, headline = bench_page.marks("result"), bench_page.marks("headline")
         text = "**Pythia-2.8B: 1.50 ms a token on an NVIDIA H200, 85 % of the memory's speed, "
         text += "2.0x torch in CUDA graphs, 10.1x"
-        table = ["| model, GPU | ms a token | of the memory's speed | torch in CUDA graphs | `generate()` |",
-                 "|---|---:|---:|---:|---:|", "| Pythia-2.8B, H200 | 1.50 | 85\u00a0% | 2.0x | 10.1x |"]  # fmt: skip
+        table = ["| on one NVIDIA H200 | ms a token | of the memory's speed | torch in CUDA graphs | `generate()` |",
+                 "|---|---:|---:|---:|---:|", "| Pythia-2.8B | 1.50 | 85\u00a0% | 2.0x | 10.1x |"]  # fmt: skip
         self.assertEqual(front.splitlines(), ["before", result[0], text, "`generate()` of transformers.**", result[1],
                                               "between", headline[0], *table, headline[1], "after"])  # fmt: skip
         with open(os.path.join(directory, "README.md"), encoding="utf-8") as file:
             page = file.read()
         self.assertIn("| pythia-2.8b | 128 | - | - | - | - | 1.600\u00a0(80\u00a0%) |", page)
-        self.assertIn("[`stack-pythia-2.8b.json`](stack-pythia-2.8b.json), a GPU.", page)
+        self.assertIn("[`stack-pythia-2.8b.json`](stack-pythia-2.8b.json).", page)
         self.assertIn("\n```sh\nbuild/release/apps/cf-layer\napps/bench_peers.py\n```\n", page)
         self.assertIn("\n- [How a step's time grows](#how-a-steps-time-grows)\n", page)
         self.assertNotIn("E: no", page)
 
-    def test_the_headline_has_each_gpu_and_what_else_is_recorded(self):
+    def test_the_headline_names_another_gpu_and_what_else_is_recorded(self):
         directory = self.recorded()
         for name, gpu, peer in (("llama-3.1-8b", "NVIDIA H200", "hf_static_compile"),
-                                ("pythia-2.8b-h100", "NVIDIA H100 80GB HBM3", "hf_generate")):  # fmt: skip
+                                ("qwen2.5-7b", "NVIDIA H100 80GB HBM3", "hf_generate")):  # fmt: skip
             report = self.peers(gpu, self.OURS, {"system": peer, "tpot_ms": 3.75})
             self.write(f"model-peers-{name}.json", json.dumps(report))
         behind_another_prompt = self.peers("NVIDIA H200", self.OURS | {"prompt_len": 16})
@@ -1026,10 +1204,10 @@ class Page(Files):
         self.write("model-pythia-2.8b-slots.json", json.dumps({"results": slots}))
         lines = bench_page.headline(bench_page.Figures(directory))
         self.assertEqual(lines[:5], [
-            "| model, GPU | ms a token | of the memory's speed | torch.compile | `generate()` |",
+            "| on one NVIDIA H200 | ms a token | of the memory's speed | torch.compile | `generate()` |",
             "|---|---:|---:|---:|---:|",
-            "| Llama-3.1-8B, H200 | 1.50 | 85\u00a0% | 2.5x | - |",
-            "| Pythia-2.8B, H100 | 1.50 | 85\u00a0% | - | 2.5x |",
+            "| Qwen2.5-7B, NVIDIA H100 80GB HBM3 | 1.50 | 85\u00a0% | - | 2.5x |",
+            "| Llama-3.1-8B | 1.50 | 85\u00a0% | 2.5x | - |",
             "",
         ])  # fmt: skip
         self.assertEqual(" ".join(lines[5:]),
@@ -1063,16 +1241,61 @@ class Page(Files):
     def test_a_commit_that_all_figures_have_stands_once(self):
         report = {"gpu": "a GPU", "commit": "abc", "command": "cf-model bench"}
         directory = os.path.dirname(self.write("model-a.json", json.dumps(report)))
-        self.write("quality-b.json", json.dumps({"programs": [{"commit": "abc"}]}))
+        self.write("quality-b.json", json.dumps({"device": "a GPU", "programs": [{"commit": "abc"}]}))
+        self.write("cpu-c.json", json.dumps({"cpu": "a CPU", "commit": "def"}))
         figures = bench_page.Figures(directory)
-        self.assertEqual(bench_page.commits(figures), "The commit is abc.")
-        self.assertEqual(figures.sources(["model-a", "quality-b"]),
-                         "[`model-a.json`](model-a.json); [`quality-b.json`](quality-b.json).")  # fmt: skip
+        self.assertTrue(bench_page.commits(figures).startswith("The commit is abc, "))
+        self.assertEqual(figures.sources(["model-a", "quality-b", "cpu-c"]),
+                         "[`model-a.json`](model-a.json); [`quality-b.json`](quality-b.json); "
+                         "[`cpu-c.json`](cpu-c.json), commit def.")  # fmt: skip
+        bench_page.refuse_mixed(figures)
         self.write("model-c.json", json.dumps(report | {"commit": "def"}))
         figures = bench_page.Figures(directory)
         self.assertIn("Each table names the commit", bench_page.commits(figures))
         self.assertEqual(figures.sources(["model-a", "model-c"]),
                          "[`model-a.json`](model-a.json), commit abc; [`model-c.json`](model-c.json), commit def.")  # fmt: skip
+        with self.assertRaisesRegex(console.Refusal, r"one commit, got abc \(model-a.json\) and def \(model-c.json\)"):
+            bench_page.refuse_mixed(figures)
+        self.write("model-c.json", json.dumps(report | {"gpu": "another"}))
+        with self.assertRaisesRegex(
+            console.Refusal, r"one GPU, got a GPU \(model-a.json\) and another \(model-c.json\)"
+        ):
+            bench_page.refuse_mixed(bench_page.Figures(directory))
+
+    def test_new_records_take_the_place_of_all_of_a_gpu(self):
+        report = {"gpu": "NVIDIA H200", "commit": "abc", "command": "cf-model bench", "results": []}
+        old, new = (os.path.join(self.directory, name) for name in ("old", "new"))
+        for folder, files in (
+            (old, {"stack-a": report, "cpu-b": {"cpu": "a CPU", "commit": "def"}, "model-c": {"error": "exit 1"}}),
+            (new, {"stack-d": report | {"commit": "ghi"}, "model-e": {"error": "stopped after 60 s"}}),
+        ):
+            os.mkdir(folder)
+            for name, content in files.items():
+                self.write(os.path.join(folder, name + ".json"), json.dumps(content))
+        front = self.write("front.md", self.FRONT)
+        recorded = lambda: sorted(name for name in os.listdir(old) if name.endswith(".json"))
+        # Records of two commits, a page without marks and a folder without records change nothing.
+        before = recorded()
+        self.write(os.path.join(new, "stack-f.json"), json.dumps(report))
+        for source, page, refusal in (
+            (new, front, "expected records of one commit, got ghi (stack-d.json) and abc (stack-f.json)"),
+            (new, self.write("empty.md", ""), "empty.md: expected one"),
+            (self.directory, front, "expected records of a GPU, got none"),
+            ("nowhere", front, "nowhere: no such directory"),
+        ):
+            code, out, error = run(bench_page, "--records", source, old, page)
+            self.assertEqual((code, out, error.count("\n")), (2, "", 1))
+            self.assertIn(refusal, error)
+            self.assertEqual(recorded(), before)
+        os.remove(os.path.join(new, "stack-f.json"))
+        for _ in range(2):  # the second time from the folder itself
+            self.assertEqual(run(bench_page, "--records", new, old, front)[0], 0)
+            self.assertEqual(recorded(), ["cpu-b.json", "model-e.json", "stack-d.json"])
+            new = old
+        with open(os.path.join(old, "README.md"), encoding="utf-8") as file:
+            page = file.read()
+        self.assertIn("The GPU is an NVIDIA H200 where no other is named. The commit is ghi, and", page)
+        self.assertIn("\n- `model-e`: stopped after 60 s\n", page)
 
     def test_cells_do_not_break_between_a_number_and_its_share(self):
         lines = ["| a b | 1.5 (34 %) | 6.00 ms (bfloat16) | 2.0x (3 lines) |", "1.5 (34 %)"]
@@ -1088,6 +1311,7 @@ class Page(Files):
         directory = self.recorded()
         self.assertEqual(bench_page.gpu_model(bench_page.Figures(directory)), ["Not recorded."])
         models = ("pythia-2.8b", "pythia-2.8b-gptq", "qwen2.5-7b", "pythia-2.8b-slots")
+        report |= {"gpu": "NVIDIA H200"}
         for name in models:
             self.write(f"model-{name}.json", json.dumps(report | {"model": name.split("-gptq")[0].split("-slots")[0]}))
         head = ["| model | dtype | impl | prompt | new | slots | TTFT ms | TPOT ms | p99 ms | tokens/s | "
@@ -1103,23 +1327,23 @@ class Page(Files):
             "",
             "; ".join(sources[:3]) + ".",
             "",
-            bench_page.PROMPTS_APART,
-            "",
             *head,
             "| Pythia-2.8B | float16" + rest,
             "",
             sources[3] + ".",
         ])  # fmt: skip
-        # Many sequences at once: scores have columns of their own, and the record of another GPU a table of its own.
+        # Many sequences at once: scores have columns of their own.
         self.assertEqual(bench_page.many(bench_page.Figures(directory)), ["Not recorded."])
         score = {"prompt_len": 128, "scored": 16, "slots": 64, "texts": 32, "score_ms": 6.54, "prefill_ms": 6.08}
         scores = dict(report, results=[score | {"percent_of_prefill": 92.96}])
         self.write("model-pythia-2.8b-prompts.json", json.dumps(report))
-        self.write("model-pythia-2.8b-score-h100.json", json.dumps(scores))
+        self.write("model-pythia-2.8b-score.json", json.dumps(scores))
         lines = bench_page.many(bench_page.Figures(directory))
-        self.assertEqual([line for line in lines if line.startswith("| 128")], ["| 128 | 16 | 64 | 32 | 6.5 | 6.1 | 93.0 % |"])
+        self.assertEqual(
+            [line for line in lines if line.startswith("| 128")], ["| 128 | 16 | 64 | 32 | 6.5 | 6.1 | 93.0 % |"]
+        )
         self.assertEqual(len([line for line in lines if line.startswith("| persistent | 16 | 32")]), 1)
-        self.assertIn("[`model-pythia-2.8b-score-h100.json`](model-pythia-2.8b-score-h100.json).", lines)
+        self.assertIn("[`model-pythia-2.8b-score.json`](model-pythia-2.8b-score.json).", lines)
         # How long a prompt that joins stops the others, where a row has it.
         joined = bench_page.model_table([result | {"stall_ms": 5.625, "joiner_ttft_ms": 31.5}, result])
         self.assertTrue(joined[0].endswith("decode, of the streaming read | stall ms | joiner TTFT ms |"))
@@ -1137,18 +1361,20 @@ class Page(Files):
         self.assertEqual([line for line in after if "llama" not in line], before[:-1])
         self.assertIn(row, after)
 
-    def test_both_fast_ways_stand_beside_each_other_with_the_gpu_of_their_run(self):
+    def test_both_fast_ways_stand_beside_each_other(self):
         directory = self.recorded()
-        before = bench_page.ways_to_step(bench_page.Figures(directory))
-        with open(os.path.join(directory, "stack-pythia-2.8b.json"), encoding="utf-8") as file:
-            report = json.load(file) | {"gpu": "another GPU"}
-        self.write("stack-pythia-410m-h100.json", json.dumps(report))
-        after = bench_page.ways_to_step(bench_page.Figures(directory))
-        self.assertEqual(after[: len(before)], before)
-        self.assertEqual(after[len(before) + 1:len(before) + 4], [
-            "| all layers [ms] | GPU | kv_len | `graph` | `persistent` |",
-            "|---|---:|---:|---:|---:|",
-            "| pythia-410m | another GPU | 128 | - | 1.600 (80 %) |",
+        figures = bench_page.Figures(directory)
+        self.assertEqual(bench_page.both_ways(figures, "int4 [ms]", "gptq-persistent", ["pythia-410m"]), [])
+        report = figures["stack-pythia-2.8b"] | {"gpu": "another GPU"}
+        self.write("stack-pythia-410m-gptq-persistent.json", json.dumps(report))
+        figures = bench_page.Figures(directory)
+        self.assertEqual(bench_page.both_ways(figures, "int4 [ms]", "gptq-persistent", ["pythia-410m"]), [
+            "",
+            "| int4 [ms] | kv_len | `graph` | `persistent` |",
+            "|---|---:|---:|---:|",
+            "| pythia-410m | 128 | - | 1.600 (80 %) |",
+            "",
+            "[`stack-pythia-410m-gptq-persistent.json`](stack-pythia-410m-gptq-persistent.json), another GPU.",
         ])  # fmt: skip
 
     def test_distances_from_float64_have_a_table_where_they_are_recorded(self):
@@ -1190,7 +1416,7 @@ class Page(Files):
             "[`load-pythia-2.8b.json`](load-pythia-2.8b.json).",
         ])  # fmt: skip
 
-    def test_peers_of_whole_models_have_one_table_for_each_gpu(self):
+    def test_peers_of_whole_models_have_one_table(self):
         report = {"gpu": "a GPU", "versions": {"torch": "2"}, "commit": "abc", "command": "bench_peers.py --what model"}
         report |= {"results": {"model": model_peers.with_ratios(MODEL_ROWS)}, "dtype": "float16"}
         directory = os.path.dirname(self.write("model-peers-pythia-2.8b.json", json.dumps(report)))
@@ -1199,15 +1425,12 @@ class Page(Files):
         rows = model_peers.table(bench_page.measured(report)["results"]["model"])
         source = "[`model-peers-{0}.json`](model-peers-{0}.json)"
         first = source.format("pythia-2.8b")
-        self.assertEqual(lines[2:], [*rows, "", f"On an a GPU. With torch 2: {first}."])
+        self.assertEqual(lines[2:], [*rows, "", f"With torch 2: {first}."])
         self.assertEqual(len(rows), len(MODEL_ROWS) + 1, "what was not measured has no row")
         self.write("model-peers-llama-3.1-8b.json", json.dumps(report | {"versions": {"torch": "3"}}))
-        self.write("model-peers-pythia-2.8b-h100.json", json.dumps(report | {"gpu": "H100"}))
-        both, other = source.format("llama-3.1-8b"), source.format("pythia-2.8b-h100")
-        self.assertEqual(bench_page.gpu_model(bench_page.Figures(directory))[2:], [
-            *rows, *rows[2:], "", f"On an a GPU. With torch 2: {first}. With torch 3: {both}.", "",
-            *rows, "", f"On an H100. With torch 2: {other}, H100.",
-        ])  # fmt: skip
+        other = source.format("llama-3.1-8b")
+        self.assertEqual(bench_page.gpu_model(bench_page.Figures(directory))[2:],
+                         [*rows, *rows[2:], "", f"With torch 2: {first}. With torch 3: {other}."])  # fmt: skip
         code, out, error = run(plot_bench, "--tables", os.path.join(directory, "model-peers-pythia-2.8b.json"))
         self.assertEqual((code, error), (0, ""))
         self.assertEqual(out.splitlines()[2:], model_peers.table(report["results"]["model"]))
@@ -1268,10 +1491,10 @@ class Page(Files):
             front = file.read()
         self.assertEqual(bench_page.updated(os.path.join(root, "README.md"), bench_page.front(figures)), front)
         with open(os.path.join(root, "data", "bench", "README.md"), encoding="utf-8") as file:
-            self.assertEqual(bench_page.page(figures), file.read())
-        (token,) = [
-            rows for model, gpu, rows in bench_page.shown(figures) if (model, gpu) == ("pythia-2.8b", figures.gpu)
-        ]
+            page = file.read()
+        self.assertEqual(bench_page.page(figures), page)
+        self.assertEqual([name for name in figures.names if name not in page], [], "the page shows every record")
+        (token,) = [rows for model, _, rows in bench_page.shown(figures) if model == "pythia-2.8b"]
         with open(os.path.join(root, "data", "bench", "hero.svg"), encoding="utf-8") as file:
             self.assertIn(
                 f"{token['ours']['tpot_ms']:.2f} ms a token", file.read(), "the picture's figure is the table's"
@@ -1308,6 +1531,12 @@ class Pictures(Files):
         self.assertEqual(plot_bench.curves(rows), {("pythia-2.8b", 1): {
             "cf-layer graph": [(128, 50.0), (2048, 60.0)], "floor": [(128, 39.5), (2048, 39.5)],
             "torch_graph": [(128, 110.0)]}})  # fmt: skip
+
+    def test_rows_of_a_program_s_own_report_are_its_stacks(self):
+        rows, layers, gpu = plot_bench.read_report(self.write("g.json", json.dumps(GROWTH)))
+        self.assertEqual((layers, gpu), ([GROWTH], "a GPU"))
+        self.assertEqual(rows, programs.layer_rows(GROWTH, "pythia-2.8b"))
+        self.assertGreater(len(rows), 0)
 
     @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "needs matplotlib")
     def test_growth_is_drawn_alone(self):

@@ -251,7 +251,7 @@ TEST_CASE("run names the guilty site, and its line reproduces the failure") {
   const Json json = read_json(dir / "x.json");
   for (const Json& row : json["rows"])
     if (row["ok"] == false) sites += row["site"].get<std::string>() + " " + row["dtype"].get<std::string>() + "\n";
-  // The next site reads the wrong tensor: isolated, it is wrong too, and no other.
+  // The next site reads the wrong tensor. Isolated, that site is wrong too, and no other site is.
   CHECK(sites ==
         "attention.context float64\nattention.dense float64\nattention.context float32\nattention.dense float32\n");
 
@@ -403,7 +403,7 @@ TEST_CASE("compare finds two dumps equal, near, or apart") {
   CHECK(rows[2]["ok"] == false);
   CHECK(rows[3]["ok"] == true);
 
-  // A procedural cache is the stored one's equal.
+  // A procedural cache and a stored one are equal.
   r = cf_golden("compare " + a + " " + write_sample_to(dir / "d.h5", make_sample({.cache = "procedural"})));
   CHECK(r.exit_code == 0);
 }

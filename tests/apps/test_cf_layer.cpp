@@ -297,7 +297,7 @@ TEST_CASE("cf-layer --json and --csv hold what the tables show, for every config
                    best = configuration["read_best_gb_per_s"];
       CHECK(std::abs(rate - bytes / median_us * 1e-3) <= 1e-9 * rate);
       CHECK(std::abs(double(timing["percent_of_read"]) - 100 * rate / best) <= 1e-9 * 100 * rate / best);
-      // A share above 100 % has its cause, and no other share has one.
+      // A note says the cause of each share above 100 %, and no other share has one.
       CHECK((timing["percent_of_read"] > 100) == !timing["limit_note"].get<std::string>().empty());
       CHECK(line[column("limit_note")] == timing["limit_note"].get<std::string>());
       CHECK(row[9] == timing["limit_note"].get<std::string>());

@@ -41,7 +41,7 @@ Json cf_layer_json(const std::string& arguments) {
   return Json::parse(file);
 }
 
-/// A share above 100 % has its cause, and no other share has one.
+/// Expects a note on the cause with each share above 100 %, and with no other.
 void check_notes(const Json& timings) {
   for (const Json& t : timings) {
     CAPTURE(t.dump());
@@ -87,7 +87,7 @@ TEST_CASE("every golden file in data: the GPU meets Hugging Face's float64 at ev
         for (const apps::TapResult& r : *rows) {
           CAPTURE(r.tap, r.worst, r.error.rel_l2, r.budget);
           CHECK(r.ok());
-          // Site by site the bound is that of few roundings: no fault hides in what is measured of the inputs' own.
+          // Site by site the bound has room for few roundings, so that no fault hides behind the error of the inputs.
           if (isolated && size_bytes(activation) == 2) CHECK(r.budget < 4 * unit_roundoff(activation));
         }
       }

@@ -33,7 +33,7 @@ void check_result(const Json& run, const Json& r) {
   const double rate = run[limit + "_best_gb_per_s"];
   CHECK(std::abs(floor * rate * 1e3 / bytes - 1) < 1e-6);
   CHECK(std::abs(double(r["percent_of_limit"]) / (100 * floor / median) - 1) < 1e-9);
-  // A share above 100 % has its cause, and no other share has one.
+  // A note says the cause of each share above 100 %, and no other share has one.
   const std::string note = r["limit_note"];
   CHECK((r["percent_of_limit"] > 100) == !note.empty());
   CHECK(note.find("doubt") == note.npos);
@@ -78,8 +78,8 @@ TEST_CASE("cf-op: the linears' sum, the limits, and tensors enough to be cold", 
   const Json norm = cf_op("layernorm_residual --tokens 4096 --dtype float32");
   CHECK(norm["results"][0]["limit"] == "copy");
   CHECK(norm["results"][0]["cold"] == true);
-  // No kernel moves cold data faster than a copy by SMs does, but for what the L2 keeps: a quarter of what it goes
-  // through.
+  // No kernel moves cold data faster than a copy by SMs does. But the L2 may keep a quarter of this op's data, which is
+  // not cold then.
   check_result(norm, norm["results"][0]);
   CHECK(norm["results"][0]["percent_of_limit"] < 134);
 }

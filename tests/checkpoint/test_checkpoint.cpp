@@ -139,7 +139,7 @@ TEST_CASE("checkpoint: a file that becomes shorter is named, and ends no process
                            "got 4096: it became shorter while it was used";
   CHECK(refusal_fault(checkpoint->check_files(), Code::io_error, {said}) == "");
   CHECK(refusal_fault(checkpoint->check_finite(*layer), Code::io_error, {said}) == "");
-  // Zeros were read in place of the file's bytes: that the file has its length again does not change it.
+  // Zeros were read in place of the file's bytes. The file has its length again, and the answer stays.
   std::filesystem::resize_file(path, size);
   CHECK(refusal_fault(checkpoint->check_files(), Code::io_error, {path + ": could not be read while it was used"}) ==
         "");

@@ -493,7 +493,7 @@ TEST_CASE("gptq: files may have the name that the config gives, sharded ones too
     CHECK(load_layer(dir.path()).status().message() == "");
     std::filesystem::rename(dir / ("model" + suffix), dir / ("gptq_model-4bit" + suffix));
     CHECK(load_layer(dir.path()).status().message() == "");
-    // A name that leaves the directory is none.
+    // A name that leads out of the directory does not count.
     write_file(dir / "quantize_config.json", replaced(model.quantize_config, "gptq_model-4bit", "../model"));
     CHECK(refusal_fault(load_layer(dir.path()).status(), Code::not_found, {dir.path(), "expected model.safetensors"}) ==
           "");

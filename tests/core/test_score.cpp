@@ -218,7 +218,7 @@ TEST_CASE("Prompts of any lengths and pieces get the log-probabilities of their 
     std::vector<ScorePrompt> prompts;
     for (std::int64_t n = below(12); n >= 0; --n) {
       ScorePrompt p;
-      // Many begin as another one does, to an end that may lie within a piece.
+      // Many prompts begin as another one does, up to an id that may lie within a piece.
       if (!prompts.empty() && below(3) > 0) {
         const ScorePrompt& other = prompts[std::size_t(below(std::int64_t(prompts.size())))];
         p.ids.assign(other.ids.begin(), other.ids.begin() + below(std::int64_t(other.ids.size()) + 1));

@@ -519,7 +519,7 @@ TEST_CASE("A sequence that reaches the capacity says so and keeps its ids; the o
   CHECK(taken(d.ids(longer)).size() == 4);
   CHECK(taken(d.finish(shorter)) == Finish::running);
   CHECK(taken(d.ids(shorter)).size() == 6);
-  // A prompt that fills the cache has room for no entry, but for one id.
+  // Behind a prompt that fills the cache there is no room for an entry, but one id can still be chosen.
   const auto full = taken(d.add(ids_of(12, 3)));
   taken(d.decode(1));
   CHECK(taken(d.ids(full)).size() == 1);

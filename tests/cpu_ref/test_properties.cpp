@@ -354,7 +354,7 @@ TEST_CASE("Every instruction set multiplies quantised columns within the bound, 
   constexpr std::int64_t columns = 3 * cpu_ref::GptqColumns::kMultiple, tokens = 7, groups = 3;
   const int bits = GENERATE(4, 8);
   const std::int64_t in = GENERATE(8, 136, 1000), words_in = in * bits / 32, per_word = 32 / bits;
-  // Groups that follow one another, that change within a word, and in any order.
+  // Groups one after the other, groups that change within a word, and groups in any order.
   const int order = GENERATE(0, 1, 2);
   std::mt19937_64 random(5);
   std::normal_distribution<float> normal;

@@ -1,5 +1,5 @@
-// The sampler: what it keeps, against a plain one in double that can be given faults, and against Hugging Face; how
-// often it draws what; what it refuses.
+// The sampler: which ids it keeps, against a plain one in double that can be given faults, and against Hugging Face;
+// how often it draws each id; what it refuses.
 #include <algorithm>
 #include <array>
 #include <cmath>

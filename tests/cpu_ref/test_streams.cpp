@@ -191,7 +191,7 @@ TEST_CASE("A stream's logits are StreamingLLM's, whose keys are rotated anew at 
     const std::vector<double> logits = logits_of(*model, ids, 1), paper = logits_of_paper(small, ids, stream);
     // The model's table has the float32 rounding of cos and sin; the paper's has none.
     CHECK(difference(logits, paper) < 1e-6);
-    // So it is with any prompt that is read at once, but for the rounding of sums.
+    // A prompt that is read in larger pieces gives the same logits, up to the rounding of sums.
     for (std::int64_t at_once : {5, 8, 120}) {
       model->release(0);
       CHECK(difference(logits_of(*model, ids, at_once), logits) < 1e-12);

@@ -64,7 +64,7 @@ class PagedDeviceProblem {
 /// What check_pages_on_device() may change of a call, and asks of it.
 template <class Op>
 struct PageCheck {
-  std::function<void(typename Op::Args&)> change = [](auto&) {};  // of the device's calls and of the oracle's
+  std::function<void(typename Op::Args&)> change = [](auto&) {};  // applied to the device's and the oracle's calls
   bool same_bits = true;  // the outputs, too, are those of the same call on a contiguous cache
   cuda::Scratch scratch{};
 };

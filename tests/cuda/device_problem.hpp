@@ -62,7 +62,7 @@ class DeviceProblem {
   /// The device memory behind each of blocks(), guards included.
   const std::vector<DeviceBytes>& memory() const { return device_; }
 
-  /// Puts a host's blocks in place of what a run left.
+  /// Copies a host's blocks over those that a run has changed.
   void restore(Problem<Op>& host) {
     for (std::size_t i = 0; i < device_.size(); ++i) device_[i].bring(host.blocks()[i].memory);
     require_cuda(cudaDeviceSynchronize());

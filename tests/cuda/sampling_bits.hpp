@@ -24,7 +24,7 @@ struct SamplingBits {
 };
 
 CF_HD inline std::uint64_t bits_of(float x) {
-  return x == x ? __builtin_bit_cast(std::uint32_t, x) : 0x7fc00000u;  // NaN's other bits are nobody's business
+  return x == x ? __builtin_bit_cast(std::uint32_t, x) : 0x7fc00000u;  // NaN's other bits do not count
 }
 
 CF_HD inline SamplingBits sampling_bits(const SamplingInput& in) {

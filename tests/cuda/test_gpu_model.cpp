@@ -361,7 +361,7 @@ TEST_CASE("model on the GPU: logits stay on the device, in order with another st
   const auto logits = [&](int block, std::int64_t rows) {
     return AnyView<2>(theirs.blocks[block], {rows, kVocab}, DType::f16);
   };
-  // Their stream is late: what does not wait for it is overwritten, and what it does not wait for is not copied.
+  // Their stream is late. Rows that did not wait for it are overwritten, and rows that it does not wait for are missed.
   const auto copied = [&](std::int64_t rows, auto&& run, bool orders_itself = false) {
     enqueue_occupy(theirs.stream, 1, kDelayMs);
     require_cuda(cudaMemsetAsync(theirs.blocks[0], 0xff, kTokens * kVocab * 2, theirs.stream));

@@ -29,6 +29,10 @@ TEST_CASE("pages on the GPU: logits are the oracle's within the budget, across p
           "[gpu][model][pages]") {
   const auto [dtype, impl, gated] = GENERATE(table<DType, Impl, bool>({{DType::f16, Impl::graph, false},
                                                                        {DType::bf16, Impl::graph, true},
+                                                                       {DType::f16, Impl::persistent, false},
+                                                                       {DType::bf16, Impl::persistent, true},
+                                                                       {DType::bf16, Impl::split, false},
+                                                                       {DType::f16, Impl::layer, true},
                                                                        {DType::f16, Impl::unfused, true},
                                                                        {DType::f32, Impl::graph, false}}));
   const std::int64_t page_entries = GENERATE(64, 128);
@@ -60,12 +64,15 @@ TEST_CASE("pages on the GPU: logits are the oracle's within the budget, across p
 }
 
 TEST_CASE("pages on the GPU: steps have the bits of a contiguous cache's", "[gpu][model][pages]") {
-  const auto [dtype, gated] =
-      GENERATE(table<DType, bool>({{DType::f16, false}, {DType::bf16, true}, {DType::f32, true}}));
-  CAPTURE(to_string(dtype), gated);
+  const auto [dtype, impl, gated] = GENERATE(table<DType, Impl, bool>({{DType::f16, Impl::graph, false},
+                                                                       {DType::bf16, Impl::graph, true},
+                                                                       {DType::f32, Impl::graph, true},
+                                                                       {DType::f16, Impl::persistent, true},
+                                                                       {DType::bf16, Impl::persistent, false}}));
+  CAPTURE(to_string(dtype), to_string(impl), gated);
   const Small small(dtype, {}, gated ? gated_config() : small_config());
   const Ids ids = ids_of(140, 3);
-  Model::Options options{.slots = 3, .capacity = 192, .impl = Impl::graph};
+  Model::Options options{.slots = 3, .capacity = 192, .impl = impl};
   const auto contiguous = small.model(options);
   options.pages = 7;
   const auto paged = small.model(options);
@@ -81,11 +88,12 @@ TEST_CASE("pages on the GPU: a fork shares pages until one of the two writes, an
   const Small small;
   const Ids ids = ids_of(140, 3), other = ids_of(140, 4);
   const std::int64_t shared = GENERATE(63, 64, 65, 100, 128);
-  CAPTURE(shared);
+  const Impl impl = GENERATE(Impl::graph, Impl::persistent);
+  CAPTURE(shared, to_string(impl));
   Ids branch(ids.begin(), ids.begin() + shared);
   branch.insert(branch.end(), other.begin() + shared, other.end());
   const Reference of_ids = reference_of(small, ids), of_branch = reference_of(small, branch);
-  const Model::Options options{.slots = 2, .capacity = 192, .impl = Impl::graph, .pages = 6};
+  const Model::Options options{.slots = 2, .capacity = 192, .impl = impl, .pages = 6};
   std::vector<std::string> alone;
   {
     const auto model = small.model(options);
@@ -149,10 +157,59 @@ TEST_CASE(
   }
 }
 
+TEST_CASE("pages on the GPU: launches of many tokens go on from page to page, with the ids of a contiguous cache",
+          "[gpu][model][pages][tokens]") {
+  const std::int64_t slots = GENERATE(1, 3);
+  const bool gated = GENERATE(false, true);
+  CAPTURE(slots, gated);
+  const Small small(DType::f16, {}, gated ? gated_config() : small_config());
+  Model::Options options{.slots = slots, .capacity = 256, .impl = Impl::persistent};
+  const auto decoded = [&] {
+    Decoder d = small.decoder(options);
+    std::vector<Ids> all;
+    // Sequences end at different times, and others follow them in their slots.
+    for (std::uint64_t round = 0; round < 2; ++round) {
+      std::vector<Decoder::Sequence> numbers;
+      for (std::uint64_t i = 0; i < std::uint64_t(slots); ++i)
+        numbers.push_back(taken(d.add(ids_of(std::int64_t(50 + 7 * i + 3 * round), i + 10 * round),
+                                      {.max_new_tokens = std::int64_t(90 + 40 * i)})));
+      while (d.active()) taken(d.decode(7));
+      for (const Decoder::Sequence s : numbers) {
+        CHECK(taken(d.finish(s)) == Finish::length);
+        all.push_back(taken(d.ids(s)));
+        require_ok(d.drop(s));
+      }
+    }
+    return all;
+  };
+  const std::vector<Ids> expected = decoded();
+  options.pages = 4 * slots;
+  CHECK(decoded() == expected);
+}
+
+TEST_CASE("pages on the GPU: launches leave pages to others, and a sequence that has none waits for them",
+          "[gpu][model][pages][tokens]") {
+  const Small small;
+  const std::int64_t pages = GENERATE(3, 4, 5);
+  CAPTURE(pages);
+  Decoder d = small.decoder({.slots = 3, .capacity = 192, .impl = Impl::persistent, .pages = pages});
+  std::vector<Decoder::Sequence> all;
+  for (std::uint64_t i = 0; i < 5; ++i) {
+    all.push_back(taken(d.add(ids_of(std::int64_t(30 + 9 * i), i), {.max_new_tokens = 100})));
+    taken(d.decode(3));
+  }
+  for (int turns = 0; d.active() && turns < 3000; ++turns) taken(d.decode());
+  for (const Decoder::Sequence s : all) {
+    CAPTURE(s);
+    CHECK(taken(d.finish(s)) == Finish::length);
+    CHECK(taken(d.ids(s)).size() == 100);
+  }
+}
+
 TEST_CASE("pages on the GPU: what has no room is refused, and what no kernel takes by name", "[gpu][model][pages]") {
   const Small small;
   const auto model = small.model({.slots = 2, .capacity = 128, .pages = 2});
-  CHECK(model->impl() == Impl::graph);  // what the persistent kernel would be chosen for
+  CHECK(model->impl() == small.model({.slots = 2, .capacity = 128})->impl());
   const Ids ids = ids_of(128, 2);
   require_ok(model->prefill(0, 0, std::span(ids).first(70)));
   const std::string before = bits(taken(model->logits(0)));
@@ -167,8 +224,8 @@ TEST_CASE("pages on the GPU: what has no room is refused, and what no kernel tak
   };
   CHECK(refused({.capacity = 64, .pages = 4, .page_entries = 16}, Code::unimplemented,
                 "page_entries: cuda takes a multiple of 64 up to 1024, got 16") == "");
-  CHECK(refused({.capacity = 64, .impl = Impl::persistent, .pages = 4}, Code::unimplemented,
-                "pages: cuda takes the impls unfused and graph, got persistent") == "");
+  CHECK(refused({.capacity = 64, .impl = Impl::persistent, .pages = 4, .page_entries = 2048}, Code::unimplemented,
+                "page_entries: cuda takes a multiple of 64 up to 1024, got 2048") == "");
   CHECK(refused({.capacity = 300, .pages = 4}, Code::invalid_argument,
                 "capacity: expected at most 256 entries, those of 4 pages, got 300") == "");
   CHECK(refused({.window = 8, .sinks = 2, .pages = 4}, Code::invalid_argument, "pages: expected none for streams") ==

@@ -16,7 +16,7 @@ TEST_CASE("Every fault on the GPU is caught at one tap at least, in every golden
   check_gate(false, [&](const auto& args) { return device->run(args); });
 }
 
-// A tap's budget is that of the walk without a fault: the faulty one's oracle has the fault too.
+// A tap's budget is that of the walk without a fault, because the oracle of a faulty walk has the fault too.
 TEST_CASE("Every fault of GPTQ weights on the GPU is caught at one tap at least", "[gpu][mutation][gptq]") {
   const apps::WalkOptions options{.backend = apps::Backend::cuda, .activation = DType::f16};
   std::map<std::string, int> files_caught;

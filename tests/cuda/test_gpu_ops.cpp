@@ -151,7 +151,7 @@ TEST_CASE("swiglu on the GPU: gates from -200 to 200, of zero and of NaN, in eve
             }
           });
       CHECK(check_on_device<ops::Linear>(s, p));
-      // A NaN stays one: that of the first token in its elements, and in no other token's.
+      // A NaN of the first token stays in that token's elements, and reaches no other token's.
       for (auto& block : p.blocks())
         if (block.name == "x")
           dispatch_float(block.dtype, [&](auto zero) {

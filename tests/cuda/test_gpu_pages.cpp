@@ -175,7 +175,7 @@ OP_TEST_CASE("On the GPU an idle sequence and a page outside the pool are not wr
   Problem<TestType>& expected = contiguous.run(c);
   paged.run(c);
   CHECK(paged.same_as(expected));
-  // A table of pages that there are none of.
+  // A table of pages that do not exist.
   for (std::int32_t bad : {INT32_MIN, -1, 1000, INT32_MAX}) {
     PagedDeviceProblem<TestType> broken(untouched, 64);
     const std::vector<std::int32_t> table(std::size_t(2 * 4), bad);

@@ -246,7 +246,7 @@ TEST_CASE("On the GPU faults of pages, windows and sinks leave attention's budge
       for (const KeyWindow& window : {KeyWindow{}, KeyWindow{.keys = 11}, KeyWindow{.keys = 11, .sinks = 3}}) {
         const std::vector<Prompt> prompts{{count, 200}, {count, 190}, {count, 150}};
         Problem<Attention> untouched = call_of({4, 2, 64, DType::f16, window}, prompts);
-        // What no row sees is a number: a fault that reads it is not found by NaN alone.
+        // Entries that no row sees become numbers: a fault that reads them must be found without NaN.
         for (auto& b : untouched.blocks())
           if (b.role == Role::cache)
             for (std::int64_t i = 0; i < element_count(b.shape); ++i)

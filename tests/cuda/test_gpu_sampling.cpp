@@ -10,8 +10,8 @@
 
 #include "cpu_ref/sample.hpp"
 #include "cuda/ops/sample/sample.hpp"
-#include "tests/cuda/device_bytes.hpp"
 #include "tests/cuda/device_tensors.hpp"
+#include "tests/cuda/late_bytes.hpp"
 #include "tests/cuda/sampling_bits.hpp"
 #include "tests/support/refusal.hpp"
 
@@ -85,7 +85,7 @@ class Call {
 
   /// Takes over new logits of the slots.
   void bring_logits() {
-    // One element more than a multiple of 16 bytes: rows begin wherever.
+    // One element more than a multiple of 16 bytes, so that rows begin at any address.
     std::vector<std::byte> bytes(logits_offset() + slots_.size() * std::size_t(vocab_) * size_bytes(dtype_) + 64);
     dispatch_float(dtype_, [&](auto zero) {
       using T = decltype(zero);
@@ -496,16 +496,10 @@ TEST_CASE("The sampler waits for the kernel that makes its logits, and chooses t
                 return settings[i];
               }));
     const Ids expected = call.check(c);
-    std::vector<std::byte> logits(call.logits().size());
-    call.logits().fetch(logits.data());
-    const DeviceBytes copy(logits);
-    const BytePair pair{call.logits().data(), copy.data(), logits.size()};
-    const DeviceBytes pairs(std::as_bytes(std::span(&pair, 1)));
+    const LateBytes logits(call.logits());
     for (int i = 0; i < 20; ++i) {
       call.bring_settings();
-      require_cuda(cudaMemset(call.logits().data(), 0xff, logits.size()));
-      require_cuda(cudaDeviceSynchronize());
-      restore_late(reinterpret_cast<const BytePair*>(pairs.data()), 1, stream);
+      logits.restore(stream);
       require_ok(call.submit(c, {.early = true}));
       REQUIRE(call.chosen() == expected);
     }

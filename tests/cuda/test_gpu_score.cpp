@@ -16,8 +16,8 @@
 #include "cpu_ref/model.hpp"
 #include "cuda/ops/sample/score.hpp"
 #include "cuda/serve/model.hpp"
-#include "tests/cuda/device_bytes.hpp"
 #include "tests/cuda/device_tensors.hpp"
+#include "tests/cuda/late_bytes.hpp"
 #include "tests/support/refusal.hpp"
 #include "tests/support/setups.hpp"
 #include "tests/support/taken.hpp"
@@ -50,7 +50,7 @@ class Call {
   Call(DType dtype, std::vector<std::vector<float>> rows, std::vector<Ids> next, std::int64_t top)
       : dtype_(dtype), next_(std::move(next)), top_(top), rows_(std::int64_t(rows.size())) {
     vocab_ = std::int64_t(rows.at(0).size());
-    // One element more than a multiple of 16 bytes: rows begin wherever.
+    // One element more than a multiple of 16 bytes, so that rows begin at any address.
     std::vector<std::byte> bytes(std::size_t(offset() + 64 + rows_ * row_bytes()), std::byte{0xff});
     for (std::size_t r = 0; r < rows.size(); ++r)
       convert(rows[r].data(), DType::f32, bytes.data() + offset() + std::int64_t(r) * row_bytes(), dtype, vocab_);
@@ -302,16 +302,10 @@ TEST_CASE("Scoring waits for the kernel that makes its logits", "[gpu][score][sm
     Call call = call_of(DType::f16, 1027, 3);
     require_ok(call.submit(c));
     const std::vector<std::byte> expected = call.answers();
-    std::vector<std::byte> logits(call.logits().size());
-    call.logits().fetch(logits.data());
-    const DeviceBytes copy(logits);
-    const BytePair pair{call.logits().data(), copy.data(), logits.size()};
-    const DeviceBytes pairs(std::as_bytes(std::span(&pair, 1)));
+    const LateBytes logits(call.logits());
     for (int i = 0; i < 20; ++i) {
       call.poison();
-      require_cuda(cudaMemset(call.logits().data(), 0xff, logits.size()));
-      require_cuda(cudaDeviceSynchronize());
-      restore_late(reinterpret_cast<const BytePair*>(pairs.data()), 1, stream);
+      logits.restore(stream);
       require_ok(call.submit(c, {.early = true}));
       REQUIRE(call.answers() == expected);
     }
@@ -517,7 +511,7 @@ TEST_CASE("model on the GPU: a lone prompt's scores depend on neither its slot n
           "[gpu][model][score]") {
   const Small small;
   const Ids ids = ids_of(270, 1);
-  // Fewer rows of the same run, and the slot's own logits are those of before.
+  // Fewer rows of the same run. The slot keeps the logits that it had.
   const auto model = small.model({.slots = 3, .capacity = 512, .chunk = 64});
   require_ok(model->prefill(1, 0, ids_of(9, 7)));
   const Tensor own = taken(model->logits(1));

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cuda/ops/linear/linear.hpp"
+#include "cuda/ops/linear/wgmma/sum.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
 #include "cuda/step/classes.hpp"
 #include "tests/support/catch.hpp"
@@ -342,4 +343,43 @@ TEST_CASE("linear: a call that no kernel takes is refused in the words of the ke
   CHECK(refusal(args_of({.tokens = 300}), Code::invalid_argument, &misaligned) ==
         "linear: the scratch memory is misaligned, expected a multiple of 256 bytes");
   CHECK(choose(misaligned, args_of({})));
+}
+
+TEST_CASE("linear_sum: dense weights of the tokens of wgmma, with the splits that each product has alone",
+          "[plans][kernels]") {
+  const auto args = [](std::int64_t tokens, std::int64_t in, std::int64_t in2, std::int64_t out,
+                       DType dtype = DType::f16) {
+    Args first = args_of({.activation = dtype, .tokens = tokens, .in = in, .out = out, .epilogue = Epilogue::residual}),
+         second =
+             args_of({.activation = dtype, .tokens = tokens, .in = in2, .out = out, .epilogue = Epilogue::residual});
+    return ops::LinearSum::of_parts(first, second);
+  };
+  const Target target = Place{kH200, true, true, true}.target();
+  for (const auto& [in, out] :
+       {std::pair<std::int64_t, std::int64_t>{512, 512}, {1024, 1024}, {2560, 2560}, {8192, 8192}})
+    for (std::int64_t tokens : kTokens) {
+      CAPTURE(in, tokens);
+      const ops::LinearSum::Args a = args(tokens, in, 4 * in, out);
+      const Result<LinearSumWgmmaPlan> plan = plan_linear_sum_wgmma(target, a);
+      REQUIRE(bool(plan) == (tokens >= 9 && tokens <= 128));
+      if (!plan) continue;
+      CHECK(choose(target, a)->kernel == "linear_sum_wgmma");
+      CHECK(plan->first.splits == linear_wgmma_plan(kH200, tokens, in, out).splits);
+      CHECK(plan->second.splits == linear_wgmma_plan(kH200, tokens, 4 * in, out).splits);
+      CHECK(plan->smem_bytes <= kH200.smem_per_block_bytes);
+      // Up to 64 tokens an SM has room for a block of the next launch.
+      if (tokens <= 64) CHECK(plan->smem_bytes <= smem_per_block_bytes(kH200, 2) - 256);
+    }
+  const auto refusal = [](const Target& at, const ops::LinearSum::Args& a) {
+    return plan_linear_sum_wgmma(at, a).status().message();
+  };
+  Target invariant = target, without_wgmma = target;
+  invariant.arch = invariant_arch(kH200);
+  without_wgmma.has_wgmma = false;
+  CHECK(refusal(target, args(8, 512, 2048, 512)) == "takes more tokens");
+  CHECK(refusal(target, args(129, 512, 2048, 512)) == "takes fewer tokens");
+  CHECK(refusal(target, args(16, 512, 2048, 512, DType::f32)) == "takes 16-bit activations");
+  CHECK(refusal(target, args(16, 2048, 512, 512)) == "takes a first product of no more splits");
+  CHECK(refusal(invariant, args(16, 512, 2048, 512)) == "takes classes of step sizes");
+  CHECK(refusal(without_wgmma, args(16, 512, 2048, 512)) == "needs wgmma");
 }

@@ -157,27 +157,38 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
   if (l.barriers != 0) return "the zero that TileTokens relies on";
   // Every part begins behind the one before.
   const bool own_place = p.partials_in == PartialsIn::own;
-  const std::pair<const char*, int> parts[] = {{"notice", l.notice},
-                                               {"layer_pointers", l.layer_pointers},
-                                               {"lengths", l.lengths},
-                                               {"warp_states", l.warp_states},
-                                               {"angles", l.angles},
-                                               {"new_token", l.new_token},
-                                               {"warp_values", own_place ? l.warp_values : l.moments},
-                                               {"gathered", own_place ? l.gathered : l.moments},
-                                               {"moments", l.moments},
-                                               {"norm_weights", l.norm_weights},
-                                               {"attn_x", l.attn_x},
-                                               {"mlp_x", l.mlp_x},
-                                               {"residual", l.residual},
-                                               {"sums", l.sums},
-                                               {"ring", l.ring}};
+  struct Part {
+    const char* name;
+    int begin, alignment = 128;
+  };
+  const Part parts[] = {{"notice", l.notice, 8},
+                        {"layer_pointers", l.layer_pointers, 16},
+                        {"lengths", l.lengths, 4},
+                        {"positions", l.positions, 4},
+                        {"newest_pages", l.newest_pages, 4},
+                        {"ids", l.ids, 4},
+                        {"best", l.best, 8},
+                        {"warp_states", l.warp_states, 16},
+                        {"angles", l.angles},
+                        {"new_token", l.new_token},
+                        {"warp_values", own_place ? l.warp_values : l.moments},
+                        {"gathered", own_place ? l.gathered : l.moments},
+                        {"moments", l.moments},
+                        {"norm_weights", l.norm_weights},
+                        {"attn_x", l.attn_x},
+                        {"mlp_x", l.mlp_x},
+                        {"residual", l.residual},
+                        {"sums", l.sums},
+                        {"ring", l.ring}};
   int end = (2 * kMaxRingStages + kSignals) * 8;
-  for (const auto& [name, begin] : parts) {
+  for (const auto& [name, begin, alignment] : parts) {
     if (begin < end) return std::string(name) + " overlaps what lies before it";
-    if (begin % (begin < l.angles ? 16 : 128)) return std::string(name) + " is misaligned";
+    if (begin % alignment) return std::string(name) + " is misaligned";
     end = begin;
   }
+  for (const auto& [begin, next] :
+       {std::pair{l.lengths, l.positions}, {l.positions, l.newest_pages}, {l.newest_pages, l.ids}, {l.ids, l.best}})
+    if (next - begin < 4 * batch) return "a word of each sequence";
   if (l.lengths - l.layer_pointers < 2 * int(sizeof(LayerPointers))) return "pointers of two layers";
   if (l.ring + p.ring_bytes > l.bytes) return "ring";
   return "";
@@ -534,6 +545,15 @@ TEST_CASE("persistent: divisors divide exactly") {
     CHECK(wrong == 0);
     CHECK(by.quotient((1 << 23) / number * number - 1) == (1 << 23) / number - 1);
   }
+  // Entries of pages.
+  for (int number = 64; number <= 1024; number += 64) {
+    CAPTURE(number);
+    const Divisor by(number);
+    int wrong = 0;
+    for (int quotient = 0; quotient <= (1 << 29) / number - 1; quotient += quotient < 1 << 12 ? 1 : 997)
+      for (int rest : {0, 1, number - 1}) wrong += by.quotient(quotient * number + rest) != quotient;
+    CHECK(wrong == 0);
+  }
 }
 
 TEST_CASE("persistent: steps are launched so by size, residual, slots, weights and GPU") {
@@ -602,7 +622,7 @@ std::vector<std::vector<PhaseSpec>> launches_of(bool parallel, bool tiled, bool 
 }
 
 /// The first fault of a launch's phases in the order in which a block goes through them; nothing where there is none.
-/// `made` is what blocks have made for each other before, and what of it nobody has needed yet.
+/// `made` has what blocks have made for each other so far, and whether a phase has awaited it.
 std::string launch_fault(const std::vector<PhaseSpec>& phases, std::map<Dependency, bool>& made) {
   bool has_first_norm = false, has_second_norm = false, keeps_rows = false;
   bool attn_x_is_free = true, mlp_x_is_free = true, has_context = false, has_act = false;

@@ -73,7 +73,12 @@ class Device final : public cuda::PipelineDevice {
     }
     return {};
   }
-  Result<bool> make_room(std::span<const Token>) override { return always_room_ || random_() % 4 > 0; }
+  Result<bool> make_room(std::span<const Token>) override { return has_room(); }
+  Result<bool> make_room_for_launch(std::span<const Run> runs) override {
+    if (!has_room()) return false;
+    room_.assign(runs.begin(), runs.end());
+    return true;
+  }
   Status run(cuda::Start start, LogitsBuffer to) override {
     drain();
     if (start == cuda::Start::chooses)
@@ -111,6 +116,16 @@ class Device final : public cuda::PipelineDevice {
   }
   Result<unsigned> launch(std::int64_t count, LogitsBuffer to, std::span<const cuda::SlotEnd> ends) override {
     if (count < 1 || pending_.size() == 4) return Status::error(Code::device_error, "a launch that does not fit");
+    // There is room for what each slot appends, and nothing more was asked for.
+    std::size_t appending = 0;
+    for (std::size_t i = 0; i < ends.size(); ++i) {
+      const std::int64_t tokens = std::min(ends[i].tokens, count);
+      if (tokens < 1) continue;
+      ++appending;
+      if (std::ranges::none_of(room_, [&](const Run& r) { return r.sequence == std::int64_t(i) && r.count == tokens; }))
+        return Status::error(Code::device_error, "a launch without room");
+    }
+    if (appending != room_.size()) return Status::error(Code::device_error, "room that no slot needs");
     Launch l{.first = next_number_, .end = next_number_ + unsigned(count), .to = to};
     for (const cuda::SlotEnd& e : ends)
       l.ends.push_back({.tokens = e.tokens, .stop = Ids(e.stop_ids.begin(), e.stop_ids.end())});
@@ -129,7 +144,7 @@ class Device final : public cuda::PipelineDevice {
   }
   void end_before(unsigned number) override { end_before_ = std::max(end_before_, number); }
 
-  /// From now on some steps have no room ahead.
+  /// From now on some steps and launches have no room ahead.
   void run_short_of_room() { always_room_ = false; }
   /// The calls of place() so far.
   int placed() const { return placed_; }
@@ -173,6 +188,7 @@ class Device final : public cuda::PipelineDevice {
     unsigned next = 0;
   };
 
+  bool has_room() { return always_room_ || random_() % 4 > 0; }
   Slot& at(std::int64_t slot) { return slots_[std::size_t(slot)]; }
   static void put(Slot& s, std::int64_t position, std::int32_t id) {
     if (s.cache.size() <= std::size_t(position)) s.cache.resize(std::size_t(position) + 1, 0);
@@ -254,6 +270,7 @@ class Device final : public cuda::PipelineDevice {
   unsigned next_number_ = 5, end_before_ = 0;
   int placed_ = 0;
   bool always_room_ = true;
+  std::vector<Run> room_;  // of the next launch
 };
 
 /// What the pipeline must look like: each slot's entries, and the logits of the last one.
@@ -272,7 +289,7 @@ class Life {
         simple_(std::size_t(slots)),
         most_(window ? window : kCapacity) {
     pipeline_.set_launches({.launches = launches, .most_stop_ids = kMostStopIds});
-    if (!launches && seed % 2) device_.run_short_of_room();
+    if (seed % 2) device_.run_short_of_room();
   }
 
   void live(int events) {

@@ -135,6 +135,7 @@ TEST_CASE("A model's program is lowered to what its weights and caches are", "[p
         CHECK(lowered->layers[i].cache.k.data == step.tensors.caches[i].k.data);
         CHECK(lowered->layers[i].cache.v.data == step.tensors.caches[i].v.data);
         CHECK(lowered->layers[i].cache.k.shape == step.tensors.caches[i].k.shape);
+        CHECK(!lowered->layers[i].page_table);
       }
       REQUIRE(lowered->ends);
       CHECK(lowered->ends->embed_in.data == step.weights.embed_in.data);
@@ -149,6 +150,21 @@ TEST_CASE("A model's program is lowered to what its weights and caches are", "[p
       CHECK(!layer->ends);
       CHECK(same(layer->layers[0].weights.dense, step.weights.layers[1].dense));
     }
+}
+
+TEST_CASE("A program with caches in pages is lowered with their table", "[plans]") {
+  ModelConfig m = *find_preset("pythia-410m");
+  m.num_hidden_layers = 2;
+  StepOutline step(m, {.batch = 2, .q_len = 1, .table_rows = 64, .capacity = 64}, DType::f16, {}, 2);
+  const std::int32_t pages[2]{};
+  step.tensors.layer.page_table = {pages, {2, 1}};
+  const Result<LoweredProgram> lowered = lower(*step.record());
+  REQUIRE(lowered);
+  REQUIRE(lowered->layers.size() == 2);
+  for (const PersistentLayer& l : lowered->layers) {
+    CHECK(l.page_table.data == pages);
+    CHECK(l.page_table.shape == step.tensors.layer.page_table.shape);
+  }
 }
 
 TEST_CASE("A program that the persistent kernel does not make is refused by the node's name, with the reason",
@@ -191,11 +207,7 @@ TEST_CASE("A program that the persistent kernel does not make is refused by the 
         head + "a dense LM head, no quantised one");
   CHECK(with(SiteId::embed_out, [&](ops::Linear::Args& a) { a.linear.bias = bias; }) ==
         head + "an LM head without a bias");
-  const std::int32_t page = 0;
-  const View<const std::int32_t, 2> table{&page, {1, 1}};
   const std::string attention = "persistent: gpt_neox.layers.0.attention.";
-  CHECK(with(SiteId::kv_append, [&](ops::KvAppend::Args& a) { a.page_table = table; }) ==
-        attention + "kv_append" + has + "a contiguous cache, no pages");
   CHECK(with(SiteId::kv_append, [](ops::KvAppend::Args& a) { a.window = {.keys = 32, .sinks = 4}; }) ==
         attention + "kv_append" + has + "a cache of all keys, no stream's");
   CHECK(with(SiteId::context, [](ops::Attention::Args& a) { a.window = {.keys = 32}; }) ==

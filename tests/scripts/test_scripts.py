@@ -412,20 +412,29 @@ class BenchGpu(Scripts):
         self.assertFalse(os.path.exists(os.path.join(self.root, "out")))
         self.assertEqual(self.calls(), [])
 
-    def measure(self, cf_op="", arguments=("out",)):
+    WRITE = 'while [ $# -gt 1 ]; do if [ "$1" = --json ]; then echo {} >"$2"; fi; shift; done'
+
+    def measure(self, arguments=("out",), **codes):
+        """The result of a run whose programs write what --json names, but for those in `codes`, and all calls."""
         self.stub("bin/nvidia-smi", log=False)
-        self.stub("build/release/apps/cf-layer")
-        self.stub("build/release/apps/cf-op", cf_op)
-        self.stub("build/release/apps/cf-model")
+        for name in ("layer", "op", "model"):
+            self.stub(f"build/release/apps/cf-{name}", codes.get(f"cf_{name}", self.WRITE))
         self.stub("bin/python3", log=False)
         scratch = os.path.join(self.root, "scratch")  # the calls that name it are the same in each run
         self.stub("bin/mktemp", f"mkdir {scratch} && echo {scratch}", log=False)
         for name in ("apps/bench_peers.py", "apps/plot_bench.py", "apps/bench_page.py", "apps/bench_python.py",
-                     "apps/bench_busy.py", "golden/tools/eval_hf.py", "golden/tools/make_checkpoints.py"):  # fmt: skip
-            self.stub(name)
+                     "apps/bench_busy.py", "apps/bench_record.py", "golden/tools/eval_hf.py",
+                     "golden/tools/make_checkpoints.py"):  # fmt: skip
+            self.stub(name, self.WRITE)
         result = self.run_script("bench_gpu", *arguments)
         self.assertTrue(os.path.isdir(os.path.join(self.root, "out")))
         return result, self.calls()
+
+    PAGE = ("bench_page.py", "plot_bench.py")
+
+    def measurements(self, calls):
+        """The calls but for those that make records, pages and pictures of what was measured."""
+        return [call for call in calls if not call.startswith(("bench_record.py", *self.PAGE))]
 
     def test_the_parts_make_up_the_whole(self):
         _, whole = self.measure()
@@ -438,16 +447,20 @@ class BenchGpu(Scripts):
             ("python", {"bench_python.py"}),
             ("peers", {"bench_peers.py"}),
             ("layer-peers", {"bench_peers.py"}),
+            ("int4", {"bench_peers.py"}),
         ):
             os.remove(self.log)
             result, calls = self.measure(arguments=("--only", part, "out"))
             self.assertEqual(result.returncode, 0, result)
-            self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md {self.root}/python/README.md")
-            self.assertEqual({call.split()[0] for call in calls[:-1]}, programs)
-            parts += calls[:-1]
-        self.assertEqual(parts, whole[:-1])
+            page = f"bench_page.py out {self.root}/README.md {self.root}/python/README.md"
+            self.assertEqual(next(call for call in calls if call.startswith(self.PAGE)), page)
+            self.assertEqual({call.split()[0] for call in self.measurements(calls)}, programs)
+            parts += self.measurements(calls)
+        self.assertEqual(sorted(parts), sorted(self.measurements(whole)))
         for part in ("", "all"):
-            self.refused(self.run_script("bench_gpu", "--only", part, "out"), "--only: expected one of layers", f"'{part}'")
+            self.refused(
+                self.run_script("bench_gpu", "--only", part, "out"), "--only: expected one of layers", f"'{part}'"
+            )
         self.refused(self.run_script("bench_gpu", "--only", "peers"), "expected OUT_DIR")
 
     def files_of(self, *arguments):
@@ -463,28 +476,71 @@ class BenchGpu(Scripts):
         found = {name for name in os.listdir(os.path.join(ROOT, "data", "bench")) if name.endswith(".json")}
         self.assertGreater(len(found), 50)
         made = [*self.files_of(), *self.files_of("--only", "cpu")]
-        made += self.files_of("--suffix", "-h100")
         self.assertEqual(sorted(found - {name + ".json" for name in made}), [])
 
-    def test_a_suffix_ends_every_name(self):
-        plain = self.files_of()
-        self.assertEqual(self.files_of("--suffix", "-h100"), [name + "-h100" for name in plain])
-        for text in ("", "h100", "-a/b"):
-            self.refused(self.run_script("bench_gpu", "--suffix", text, "out"), "--suffix: expected a text such as -h100")
+    def test_gpus_measure_side_by_side_each_once_and_on_cores_of_its_own(self):
+        alone = self.measurements(self.measure()[1])
+        os.remove(self.log)
+        about = (
+            'echo "$CUDA_VISIBLE_DEVICES $(taskset -cp $$ | sed "s/.*: //")" >>' + self.root + "/lanes; sleep 0.02; "
+        )
+        self.WRITE = about + self.WRITE
+        result, calls = self.measure(arguments=("--gpus", "0,3", "out"))
+        self.assertEqual(result.returncode, 0, result)
+        self.assertEqual(sorted(self.measurements(calls)), sorted(alone))
+        with open(os.path.join(self.root, "lanes"), encoding="utf-8") as file:
+            lanes = {line.strip() for line in file if line.strip()[:1].isdigit() and " " in line.strip()}
+        self.assertEqual({lane.split()[0] for lane in lanes}, {"0", "3"})
+        if len(os.sched_getaffinity(0)) > 1:
+            self.assertEqual(len({lane.split()[1] for lane in lanes}), 2, lanes)
+        for gpus in ("", "0,", "all"):
+            self.refused(self.run_script("bench_gpu", "--gpus", gpus, "out"), "--gpus: expected numbers", f"'{gpus}'")
+
+    def test_what_takes_too_long_or_does_not_begin_says_so(self):
+        result, calls = self.measure(("--limit-s", "1", "--only", "layers", "out"), cf_layer="sleep 60")
+        self.assertEqual(result.returncode, 1, result)
+        records = [call for call in calls if call.startswith("bench_record.py")]
+        files = [call.split()[1] for call in records]
+        self.assertEqual(len(files), len(set(files)))
+        self.assertIn("bench_record.py out/stack-pythia-410m.json --fault stopped after ", records[0])
+        for call in records[1:]:
+            self.assertTrue(call.endswith(".json --fault not begun: the 1 s were over"), call)
+        self.assertTrue(calls[-1].startswith(self.PAGE), "the page is made of what was measured")
+        for limit in ("0", "soon"):
+            self.refused(
+                self.run_script("bench_gpu", "--limit-s", limit, "out"), "--limit-s: expected 1 to", f"'{limit}'"
+            )
+
+    def test_a_page_is_made_of_other_records_without_a_gpu(self):
+        for name in ("apps/plot_bench.py", "apps/bench_page.py"):
+            self.stub(name)
+        self.refused(self.run_script("bench_gpu", "--page", "new", "out"), "--page: expected a folder", "'new'")
+        os.mkdir(os.path.join(self.root, "new"))
+        result = self.run_script("bench_gpu", "--page", "new", "out")
+        self.assertEqual(result.returncode, 0, result)
+        self.assertEqual(
+            self.calls(), [f"bench_page.py --records new out {self.root}/README.md {self.root}/python/README.md"]
+        )
+        # Where the page is refused there are no pictures.
+        os.remove(self.log)
+        self.stub("apps/bench_page.py", "exit 2")
+        open(os.path.join(self.root, "out", "growth-pythia-2.8b.json"), "w").close()
+        self.assertEqual(self.run_script("bench_gpu", "--page", "new", "out").returncode, 1)
+        self.assertEqual(len(self.calls()), 1)
 
     def test_each_model_beside_pythia_s_runs_in_its_own_dtype(self):
         _, calls = self.measure()
-        (stack,) = [call for call in calls if "out/stack-llama-3.1-8b.json" in call]
+        (stack,) = [call for call in self.measurements(calls) if "out/stack-llama-3.1-8b.json" in call]
         rest = "--preset llama-3.1-8b --dtype bf16 --impl graph,persistent --kv-len 128,512,2048"
-        self.assertTrue(stack.startswith("cf-layer ") and stack.endswith(rest), stack)
+        self.assertTrue(stack.startswith("cf-layer ") and f" {rest} " in stack, stack)
         dtypes = {"llama-3.2-1b": "bf16", "llama-3.2-3b": "bf16", "llama-3.1-8b": "bf16", "qwen2.5-7b": "bf16"}
         for preset, dtype in (dtypes | {"llama-2-7b": "f16", "llama-2.8b-shape": "f16"}).items():
-            (run,) = [call for call in calls if f"out/model-{preset}.json" in call]
+            (run,) = [call for call in self.measurements(calls) if f"out/model-{preset}.json" in call]
             rest = f"--preset {preset} --dtype {dtype} --prompt-len 512 --new-tokens 32"
-            self.assertTrue(run.startswith("cf-model bench ") and run.endswith(rest), run)
+            self.assertTrue(run.startswith("cf-model bench ") and f" {rest} " in run, run)
         for preset in (*dtypes, "llama-2-7b"):
-            (call,) = [call for call in calls if f"out/model-peers-{preset}.json" in call]
-            self.assertTrue(call.startswith(f"bench_peers.py --what model --preset {preset} "), call)
+            (call,) = [call for call in self.measurements(calls) if f"out/model-peers-{preset}.json" in call]
+            self.assertTrue(call.startswith("bench_peers.py --what model ") and f" --preset {preset} " in call, call)
             self.assertIn(" --peers hf_generate,torch_graph,hf_static_compile --prompt-len 512 ", call)
 
     def test_pictures_are_drawn_of_what_is_there(self):
@@ -502,6 +558,9 @@ class BenchGpu(Scripts):
         self.assertEqual(result.returncode, 0, result)
         words = [call.split() for call in calls]
         files = [call[call.index("--json") + 1] for call in words if "--json" in call]
+        files = [
+            file for file in files if not file.startswith(self.root + "/scratch/")
+        ]  # what a text's record is made of
         self.assertEqual(len(files), len(set(files)))
         self.assertTrue(all(file.startswith("out/") and file.endswith(".json") for file in files), files)
         self.assertEqual({call[0] for call in words if "--json" in call},
@@ -509,15 +568,17 @@ class BenchGpu(Scripts):
         models = [call for call in words if call[:3] == ["bench_peers.py", "--what", "model"]]
         llamas = "llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "qwen2.5-7b", "llama-3.1-8b"
         names = "pythia-2.8b-many", "pythia-2.8b", "pythia-6.9b", *llamas
-        self.assertEqual([call[-1] for call in models], [f"out/model-peers-{name}.json" for name in names])
-        self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md {self.root}/python/README.md")
+        self.assertEqual({call[-1] for call in models}, {f"out/model-peers-{name}.json" for name in names})
+        records = [call[1] for call in words if call[0] == "bench_record.py"]
+        self.assertEqual(sorted(records), sorted(files), "each of them becomes a record")
 
     def test_a_failed_measurement_is_a_failure_and_the_others_go_on(self):
         _, expected = self.measure()
         os.remove(self.log)
-        result, calls = self.measure("exit 3")
+        result, calls = self.measure(cf_op="exit 3")
         self.assertEqual(result.returncode, 1, result)
-        self.assertEqual(calls, expected)
+        self.assertEqual(self.measurements(calls), self.measurements(expected))
+        self.assertIn("bench_record.py out/gptq-linears-pythia-2.8b.json --fault exit 3", calls)
 
 
 @unittest.skipUnless(shutil.which("c++filt", path="/usr/bin:/bin"), "needs c++filt of binutils")

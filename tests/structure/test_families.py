@@ -45,7 +45,7 @@ def code_of(path, text):
 
 def faults(root, names):
     """One line for each place that names a family."""
-    # The name of a preset or of a data file is none.
+    # The name of a preset or of a data file names no family.
     pattern = re.compile(rf"(?<![\w./-])({'|'.join(names)})(?![\w-]|\.\d)")
     found = []
     for folder in FOLDERS:

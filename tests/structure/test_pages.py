@@ -1,13 +1,24 @@
 #!/usr/bin/env python3
-"""Links between the project's pages lead somewhere, and a map of a folder names each of its files."""
+"""Links between the project's pages lead somewhere, a map of a folder names each of its files, and the recorded figures
+of a GPU are of one run."""
 
 import os
 import re
+import sys
 import unittest
 
 ROOT = os.path.realpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir))
+sys.path.insert(0, os.path.join(ROOT, "apps"))
+
+import bench_page
+
 TRIALS = "data/bench/TRIALS.md"
 MAPS = ("cuda/ops/linear", "cuda/persistent")
+# The commits of records from before one run made all of them. They may stand together until a run replaces them all.
+EARLIER = """
+    2d7994d 378db60 8196172 819d395 8bff1ab 8cf7f98 991a6e1 9a5de1a 9ae964d 9f2f1b5 a15814b c5519b7 d0f6226
+    e85bfb5 f83b13e
+""".split()
 
 
 def pages():
@@ -65,6 +76,18 @@ class Pages(unittest.TestCase):
                         self.assertRegex(text, rf"[`(]{re.escape(path)}[`)]", folder)
             named = re.findall(r"`([\w/]+\.(?:cpp|hpp|cu|cuh|def))`", text.partition("| file | what |")[2])
             self.assertEqual([n for n in named if not os.path.exists(os.path.join(ROOT, folder, n))], [], folder)
+
+    def test_records_are_of_one_commit_and_one_gpu(self):
+        figures = bench_page.Figures(os.path.join(ROOT, "data", "bench"))
+        commits = {commit[:7] for _, commit in figures.runs().values()}
+        if not commits <= set(EARLIER):
+            bench_page.refuse_mixed(figures)
+        self.assertGreater(len(figures.runs()), 50)
+
+    def test_the_glossary_is_short(self):
+        text = read(os.path.join(ROOT, "CONTRIBUTING.md"))
+        rows = re.search(r"^\| word \| meaning \|\n\|---\|---\|\n((?:\|.*\n)+)", text, re.MULTILINE).group(1)
+        self.assertLessEqual(len(rows.splitlines()), 25)
 
     def test_anchors_are_those_of_headings(self):
         self.assertEqual(anchors("# A b\n```sh\n# no\n```\n## The layer's end, two\n"), {"a-b", "the-layers-end-two"})

@@ -8,7 +8,7 @@
 
 namespace cf::test {
 
-/// What of a cache may not change is as it was, bit by bit; what was appended is the reference's, to one rounding.
+/// The part of a cache that may not change has its bits; what was appended is the reference's, to one rounding.
 template <class Op>
 void check_state(Problem<Op>& untouched, Problem<Op>& got, Problem<Op>& reference, std::size_t block,
                  const Budget& budget) {

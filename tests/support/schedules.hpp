@@ -47,7 +47,7 @@ inline Schedule random_schedule(std::mt19937& random, std::int64_t scale) {
   s.chunk = scale * (1 + below(20));
   if (below(4)) {
     s.page_entries = 1 + below(8);
-    // From what one sequence needs to what all need.
+    // From the pages of one full sequence to those of all.
     const std::int64_t one = (kScheduleCapacity + s.page_entries - 1) / s.page_entries;
     s.pages = one + below(std::uint32_t(one * 2));
   }
@@ -93,7 +93,7 @@ class Alone {
   }
 
  protected:
-  /// Of a sequence whose id at `place` is another one than it has alone.
+  /// What is wrong with a sequence whose id at `place` differs from the id that it has alone.
   virtual std::string fault_of_other(const std::vector<std::int32_t>&, const std::vector<std::int32_t>&, std::size_t,
                                      std::int32_t) {
     return "has other ids than alone";

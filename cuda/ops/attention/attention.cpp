@@ -33,7 +33,7 @@ Status check_page_size(const ops::Attention::Args& a) {
                                                 std::to_string(kMostPageEntries) + ", got " + std::to_string(entries));
 }
 
-/// What the decode kernels do not take: all else about a cache they do.
+/// What the decode kernels do not take. They take all other caches.
 Status check_decode(const ops::Attention::Args& a) {
   CF_TRY(check_sizes(a));
   return check_page_size(a);

@@ -44,8 +44,8 @@ class BlockTiles {
   int low_, high_;
 };
 
-/// copy_tile() of a cache of any kind, without Streams of none that is a ring: of the entries [first, first + TileKeys)
-/// those of [low, high). The other values become zeros.
+/// copy_tile() for caches of every kind; without Streams, for all but rings. It copies those of the entries
+/// [first, first + TileKeys) that lie in [low, high). The other values become zeros.
 template <int TileKeys, bool Streams, class T>
 __device__ void copy_some(T* tile, const PrefillCall& c, int sequence, int kv_head, int first, int low, int high,
                           std::uint64_t* full) {

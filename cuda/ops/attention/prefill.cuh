@@ -82,7 +82,7 @@ class TableRun {
   int run_;
 };
 
-/// The run of block `block`: of `blocks` of each sequence, blockIdx.z is which, or of the table's.
+/// The run of block `block`. Without a table each sequence, blockIdx.z, has `blocks` blocks; else the table says which.
 __device__ inline EqualRun run_of_block(const AttentionCall& c, int block, int blocks, int block_rows) {
   return {c, int(blockIdx.z), block, blocks, block_rows};
 }

@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "cuda/ops/linear/linear.hpp"
+#include "cuda/ops/linear/wgmma/sum.hpp"
 #include "cuda/runtime/refusals.hpp"
 
 namespace cf::cuda {
@@ -60,6 +61,18 @@ Result<LinearWgmmaPlan> plan_wgmma(const Target& target, const ops::Linear::Args
   // Without splits its sums are those of tiles, which takes more tokens.
   CF_TRY(leave(ops::is_gelu(a.epilogue) ? "" : "takes products with GELU of an invariant model"));
   plan.splits = 1;
+  return plan;
+}
+
+Result<LinearSumWgmmaPlan> plan_linear_sum_wgmma(const Target& target, const ops::LinearSum::Args& a) {
+  if (target.arch.tuning->is_invariant()) return leave("takes classes of step sizes");
+  CF_TRY(ops::LinearSum::for_each_part(
+      a, [&](const ops::Linear::Args& part) { return plan_wgmma(target, part).status(); }));
+  const auto d = ops::LinearSum::dims(a);
+  const LinearSumWgmmaPlan plan = linear_sum_wgmma_plan(target.arch, d.tokens, d.in, d.in2, d.out);
+  CF_TRY(leave(plan.first.splits > plan.second.splits               ? "takes a first product of no more splits"
+               : plan.smem_bytes > target.arch.smem_per_block_bytes ? "takes sums that fit a block's shared memory"
+                                                                    : ""));
   return plan;
 }
 

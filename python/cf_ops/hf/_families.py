@@ -48,7 +48,7 @@ class Family:
     eps: str  # of a norm
     has_rope: bool  # positions are RoPE's, otherwise learned
     rope_types: tuple[str, ...]
-    fields: dict[str, str]  # the library's key -> config.json's name, of what config.json says
+    fields: dict[str, str]  # the library's key -> its name in config.json
     joins: tuple[Join, ...] = ()
 
 

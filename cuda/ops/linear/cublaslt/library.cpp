@@ -236,7 +236,7 @@ Result<std::vector<cublasLtMatmulHeuristicResult_t>> Product::ask(cublasLtHandle
   return results;
 }
 
-/// Makes a device the thread's current one, and in the end the one that was.
+/// Makes a device the thread's current device, and restores the earlier one at its end.
 class OnDevice {
  public:
   explicit OnDevice(int device) {

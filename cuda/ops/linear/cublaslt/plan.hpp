@@ -21,8 +21,8 @@ constexpr std::string_view why_no_gemm_row(std::int64_t in, DType activation) {
   return in % 8 == 0 ? "" : "takes rows of a multiple of 8";
 }
 
-/// Why a product does not go through cuBLASLt where the library, an algorithm and scratch memory are there. Empty where
-/// it does: one of many tokens, in 16 bits, whose rows of x are aligned. A packed weight is dequantised first: see
+/// Why a product does not go through cuBLASLt, though the library, an algorithm and scratch memory are there. Empty for
+/// a product of many tokens in 16 bits with aligned rows of x, which does. A packed weight is dequantised first: see
 /// gptq_parts().
 constexpr std::string_view why_no_gemm(const Arch& arch, std::int64_t tokens, std::int64_t in, DType activation,
                                        bool packed) {

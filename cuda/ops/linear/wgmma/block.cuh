@@ -30,29 +30,30 @@ inline WgmmaCall wgmma_call(const ops::Linear::Args& a, const LinearWgmmaPlan& p
 
 // Other devices' code has no use for what follows.
 #ifdef CF_HAVE_WGMMA
-/// The steps of a tile that block `rank` of its cluster takes.
+/// The steps of a tile that block `rank` of its cluster takes, of `steps` in `splits`; none where there are fewer splits.
 struct Steps {
   int first, count;
-  __device__ Steps(const WgmmaCall& c, int rank) : first(c.steps * rank / c.splits) {
-    count = c.steps * (rank + 1) / c.splits - first;
+  __device__ Steps(int steps, int splits, int rank) : first(steps * rank / splits) {
+    count = rank < splits ? steps * (rank + 1) / splits - first : 0;
   }
+  __device__ Steps(const WgmmaCall& c, int rank) : Steps(c.steps, c.splits, rank) {}
 };
 
-/// Copies the steps of a block; all lanes of a warp call. copy_weight(lane, step, to, full) copies a lane's part of
-/// the step's weights. The ring's first weights need no predecessor and come before all x.
-template <class Ring, class CopyWeight>
-__device__ void copy_steps(const Ring& ring, const Steps& steps, const CUtensorMap& x, CopyWeight copy_weight) {
+/// Fills the ring with the `count` steps of a block; all lanes of a warp call. copy_weight(i, lane, to, full) copies a
+/// lane's part of the weights of step i, and copy_x(i, to, full), of one lane, its x. The ring's first weights need no
+/// predecessor and come before all x.
+template <class Ring, class CopyWeight, class CopyX>
+__device__ void fill_ring(const Ring& ring, int count, CopyWeight copy_weight, CopyX copy_x) {
   const int lane = threadIdx.x % 32;
   const auto copy_a = [&](int i, int stage) {
     if (lane == 0) arrive_expecting(ring.full + stage, ring.stage_bytes);
     __syncwarp();
-    copy_weight(lane, steps.first + i, ring.a(stage), ring.full + stage);
+    copy_weight(i, lane, ring.a(stage), ring.full + stage);
   };
   const auto copy_b = [&](int i, int stage) {
-    if (lane == 0)
-      copy_tensor_tile(ring.b(stage), &x, (steps.first + i) * kLinearWgmmaColumns, 0, 0, ring.full + stage);
+    if (lane == 0) copy_x(i, ring.b(stage), ring.full + stage);
   };
-  const int ahead = min(steps.count, ring.stages);
+  const int ahead = min(count, ring.stages);
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) copy_a(i, i);
   wait_for_predecessors();
@@ -60,17 +61,53 @@ __device__ void copy_steps(const Ring& ring, const Steps& steps, const CUtensorM
   for (int i = 0; i < ahead; ++i) copy_b(i, i);
   RingSlot slot;
 #pragma unroll 1
-  for (int i = ahead; i < steps.count; ++i, slot.next(ring.stages)) {
+  for (int i = ahead; i < count; ++i, slot.next(ring.stages)) {
     wait_barrier(ring.empty + slot.stage, slot.parity);
     copy_a(i, slot.stage);
     copy_b(i, slot.stage);
   }
 }
 
+/// The same of the steps of one product. copy_weight(lane, step, to, full) copies a lane's part of the step's weights.
+template <class Ring, class CopyWeight>
+__device__ void copy_steps(const Ring& ring, const Steps& steps, const CUtensorMap& x, CopyWeight copy_weight) {
+  fill_ring(
+      ring, steps.count,
+      [&](int i, int lane, unsigned char* to, std::uint64_t* full) { copy_weight(lane, steps.first + i, to, full); },
+      [&](int i, unsigned char* to, std::uint64_t* full) {
+        copy_tensor_tile(to, &x, (steps.first + i) * kLinearWgmmaColumns, 0, 0, full);
+      });
+}
+
+/// A warpgroup's sums of 64 rows of a dense weight for Tokens tokens, over `count` steps of the ring from `slot` on.
+template <class T, int Tokens>
+__device__ void multiply_steps(const WgmmaRing<Tokens>& ring, int count, RingSlot& slot, float (&sum)[Tokens / 2]) {
+  const int group = threadIdx.x / 128;
+  int last_stage = 0;
+  keep_in_registers(sum);
+#pragma unroll 1
+  for (int i = 0; i < count; ++i, slot.next(ring.stages)) {
+    wait_barrier(ring.full + slot.stage, slot.parity);
+    const std::uint64_t a = tile_along_k(ring.a(slot.stage) + group * 64 * kTileRowBytes),
+                        b = tile_along_k(ring.b(slot.stage));
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kLinearWgmmaColumns / 16; ++k)
+      wgmma(sum, a + k * kWgmmaStep, b + k * kWgmmaStep, i + k > 0, T{});
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (i > 0 && threadIdx.x % 32 == 0) arrive(ring.empty + last_stage);
+    last_stage = slot.stage;
+  }
+  wgmma_wait<0>();
+  keep_in_registers(sum);
+  if (count > 0 && threadIdx.x % 32 == 0) arrive(ring.empty + last_stage);
+}
+
 /// The sums of the rows that a block finishes, in the ring's memory: a part (Tokens, 16 rows) for each warp that
-/// has such rows and each block of the cluster. Loops read the parts. Code that finishes the sums in the registers has
-/// no loops: it is thousands of instructions that run once, and their fetch takes longer than the product.
-template <int Tokens>
+/// has such rows, each product and each block of the cluster. Loops read the parts. Code that finishes the sums in the
+/// registers has no loops: it is thousands of instructions that run once, and their fetch takes longer than the product.
+template <int Tokens, int Products>
 struct Parts {
   // The sums of eight tokens and eight rows, in the order that wgmma() leaves them in a warp, lie in 32 different
   // banks.
@@ -79,7 +116,9 @@ struct Parts {
   int splits;
 
   /// The part of the `warp`-th of these warps, from block `rank`.
-  __device__ float* part(int warp, int rank) const { return first + (warp * splits + rank) * floats; }
+  __device__ float* part(int warp, int product, int rank) const {
+    return first + ((warp * Products + product) * splits + rank) * floats;
+  }
 };
 
 /// Hands a warp's sums to store(i, sum), with i the offset in a part.
@@ -88,7 +127,7 @@ __device__ void for_each_sum(const float (&sum)[Tokens / 2], Store store) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int i = 0; i < Tokens / 2; ++i)
-    store((i / 4 * 8 + 2 * t + i % 2) * Parts<Tokens>::pitch + i % 4 / 2 * 8 + g, sum[i]);
+    store((i / 4 * 8 + 2 * t + i % 2) * kLinearWgmmaPartPitch + i % 4 / 2 * 8 + g, sum[i]);
 }
 
 /// Threads take rows by fours.
@@ -101,64 +140,83 @@ struct InOrder {
   __device__ int row(int r) const { return r; }
 };
 
-/// Finishes the rows of `warps` warps. A thread takes four rows of every step-th token, with gates two elements of y.
-/// Bias and residual are loaded before the sums are there. Rows in another order have neither residual nor gates.
-template <class T, int Tokens, bool Gated, class Order>
-struct Finish {
-  static constexpr int rows_of_output = Gated ? 2 : 1;
+/// The rows of `warps` warps, which a block finishes. A thread takes four rows of every step-th token.
+template <int Tokens>
+struct QuadRows {
   static constexpr int most_rounds = Tokens * kLinearWgmmaWarps * kQuads / kWgmmaConsumers;
-  const LinearOutput& to;
-  const Order& order;
   int quad, token, step;  // the thread's rows, its first token, and from one token to the next
   int rounds;             // the thread's tokens
-  int row;                // the first of the thread's rows
-  long at;                // the thread's first element of y
-  float bias[kQuad];
-  uint2 residual[most_rounds];
+  int row;                // the first of the thread's rows, of the matrix's `rows`
 
-  __device__ Finish(const LinearOutput& to, const Order& order, int warps, int first_row, int tokens)
-      : to(to), order(order) {
+  __device__ QuadRows(int warps, int first_row, int tokens, long rows) {
     const int quads = warps * kQuads;
     quad = threadIdx.x % quads;
     token = threadIdx.x / quads;
     step = kWgmmaConsumers / quads;
     row = first_row + quad * kQuad;
-    at = token * to.out + row / rows_of_output;
-    rounds = token < min(step, tokens) && row < to.out * rows_of_output ? (tokens - token + step - 1) / step : 0;
+    rounds = token < min(step, tokens) && row < rows ? (tokens - token + step - 1) / step : 0;
+  }
+};
+
+/// The residuals of a thread's rows, from the thread's first element on: loaded before the sums are there.
+template <class T, int Rounds>
+struct Residuals {
+  uint2 words[Rounds];
+
+  __device__ void load(const T* from, int rounds, long pitch) {
+#pragma unroll
+    for (int i = 0; i < Rounds; ++i)
+      if (i < rounds) words[i] = *reinterpret_cast<const uint2*>(from + i * pitch);
+  }
+  /// Adds the next residual.
+  __device__ void add_next(float (&v)[kQuad]) {
+    const float2 low = unpack(words[0].x, T{}), high = unpack(words[0].y, T{});
+    v[0] += low.x;
+    v[1] += low.y;
+    v[2] += high.x;
+    v[3] += high.y;
+    // An index that is known at run time alone would put the array into memory.
+#pragma unroll
+    for (int r = 1; r < Rounds; ++r) words[r - 1] = words[r];
+  }
+};
+
+/// Finishes the rows of one product; with gates four rows are two elements of y. Rows in another order have neither
+/// residual nor gates.
+template <class T, int Tokens, bool Gated, class Order>
+struct Finish : QuadRows<Tokens> {
+  using QuadRows<Tokens>::row, QuadRows<Tokens>::step, QuadRows<Tokens>::rounds;
+  static constexpr int rows_of_output = Gated ? 2 : 1;
+  const LinearOutput& to;
+  const Order& order;
+  long at;  // the thread's first element of y
+  float bias[kQuad];
+  Residuals<T, QuadRows<Tokens>::most_rounds> residuals;
+
+  __device__ Finish(const LinearOutput& to, const Order& order, int warps, int first_row, int tokens)
+      : QuadRows<Tokens>(warps, first_row, tokens, to.out * rows_of_output), to(to), order(order) {
+    at = this->token * to.out + row / rows_of_output;
 #pragma unroll
     for (int e = 0; e < kQuad; ++e)
       bias[e] = to.bias && rounds > 0 ? from_bits(bias_bits(to, order.row(row + e)), to.bias_dtype) : 0;
     if constexpr (!Gated)
-      if (to.residual)
-#pragma unroll
-        for (int i = 0; i < most_rounds; ++i)
-          if (i < rounds)
-            residual[i] = *reinterpret_cast<const uint2*>(static_cast<const T*>(to.residual) + at + i * step * to.out);
+      if (to.residual) residuals.load(static_cast<const T*>(to.residual) + at, rounds, step * to.out);
   }
 
-  /// sums(quad, token) are the sums of a quad of rows.
+  /// sums(product, quad, token) are the sums of a quad of rows.
   template <class SumsOf>
   __device__ void store(SumsOf sums) {
     T* y = static_cast<T*>(to.y) + at;
 #pragma unroll 2
     for (int i = 0; i < rounds; ++i, y += step * to.out) {
-      const float4 sum = sums(quad, token + i * step);
+      const float4 sum = sums(0, this->quad, this->token + i * step);
       float v[] = {sum.x + bias[0], sum.y + bias[1], sum.z + bias[2], sum.w + bias[3]};
       if constexpr (Gated) {
         float of_pairs[kQuad / 2];
         apply_gates(v, of_pairs);
         store_few(y, of_pairs);
       } else {
-        if (to.residual) {
-          const float2 low = unpack(residual[0].x, T{}), high = unpack(residual[0].y, T{});
-          v[0] += low.x;
-          v[1] += low.y;
-          v[2] += high.x;
-          v[3] += high.y;
-          // An index that is known at run time alone would put the array into memory.
-#pragma unroll
-          for (int r = 1; r < most_rounds; ++r) residual[r - 1] = residual[r];
-        }
+        if (to.residual) residuals.add_next(v);
         apply(to.epilogue, v);
         if (Order::always || order.holds())
           store_few(y, v);
@@ -170,10 +228,11 @@ struct Finish {
   }
 };
 
-/// Makes the block's rows of the product. One warp calls copy(ring, steps, first_row), which fills the ring; the
-/// consumer warps call multiply(ring, steps, first_row, sum), which empties it.
-template <class T, int Tokens, bool Gated, class Ring, class Order, class Copy, class Multiply>
-__device__ void multiply_rows(const WgmmaCall& c, const Order& order, Copy copy, Multiply multiply) {
+/// Makes the block's rows of one product or of several, with a sum each. One warp calls copy(ring, rank, first_row),
+/// which fills the ring; the consumer warps call multiply(ring, rank, first_row, sum), which empties it, and then
+/// make_finish(warps, first_row) and store() of what it makes.
+template <int Tokens, int Products, class Ring, class Copy, class Multiply, class MakeFinish>
+__device__ void multiply_products(const WgmmaCall& c, Copy copy, Multiply multiply, MakeFinish make_finish) {
   extern __shared__ unsigned char smem[];
   __shared__ std::uint64_t full[kMostLinearWgmmaStages], empty[kMostLinearWgmmaStages], arrived;
   const Ring ring{
@@ -188,15 +247,14 @@ __device__ void multiply_rows(const WgmmaCall& c, const Order& order, Copy copy,
 
   const int warp = threadIdx.x / 32, rank = c.splits > 1 ? cluster_rank() : 0;
   const int first_row = int(blockIdx.x) / c.splits * kLinearWgmmaTileRows;
-  const Steps steps(c, rank);
-  float sum[Tokens / 2] = {};
+  float sum[Products][Tokens / 2] = {};
   if (warp == kLinearWgmmaWarps) {
-    copy(ring, steps, first_row);
+    copy(ring, rank, first_row);
   } else {
-    multiply(ring, steps, first_row, sum);
+    multiply(ring, rank, first_row, sum);
   }
 
-  const Parts<Tokens> parts{reinterpret_cast<float*>(ring.first), c.splits};
+  const Parts<Tokens, Products> parts{reinterpret_cast<float*>(ring.first), c.splits};
   ClusterInbox inbox(&arrived);
   __syncthreads();  // no warp reads the ring any more
   if (c.splits > 1) {
@@ -205,21 +263,24 @@ __device__ void multiply_rows(const WgmmaCall& c, const Order& order, Copy copy,
   }
   if (warp == kLinearWgmmaWarps) return;
   const int owner = warp * c.splits / kLinearWgmmaWarps;
-  float* const to = parts.part(warp - linear_wgmma_first_warp(c.splits, owner), rank);
-  if (owner == rank)
-    for_each_sum<Tokens>(sum, [&](int i, float v) { to[i] = v; });
-  else
-    for_each_sum<Tokens>(sum, [out = ClusterOutbox(inbox, owner, to)](int i, float v) { out.send(i, v); });
+#pragma unroll
+  for (int p = 0; p < Products; ++p) {
+    float* const to = parts.part(warp - linear_wgmma_first_warp(c.splits, owner), p, rank);
+    if (owner == rank)
+      for_each_sum<Tokens>(sum[p], [&](int i, float v) { to[i] = v; });
+    else
+      for_each_sum<Tokens>(sum[p], [out = ClusterOutbox(inbox, owner, to)](int i, float v) { out.send(i, v); });
+  }
 
   const int first_warp = linear_wgmma_first_warp(c.splits, rank),
             warps = linear_wgmma_first_warp(c.splits, rank + 1) - first_warp;
   wait_for_predecessors();
-  Finish<T, Tokens, Gated, Order> finish(c.output, order, warps, first_row + first_warp * kLinearWgmmaWarpRows,
-                                         c.tokens);
+  auto finish = make_finish(warps, first_row + first_warp * kLinearWgmmaWarpRows);
   named_barrier(1, kWgmmaConsumers);
-  if (c.splits > 1) inbox.receive(warps * (c.splits - 1) * Tokens * kLinearWgmmaWarpRows * int(sizeof(float)));
-  finish.store([&](int quad, int token) {
-    const float* from = parts.part(quad / kQuads, 0) + token * parts.pitch + quad % kQuads * kQuad;
+  if (c.splits > 1)
+    inbox.receive(warps * Products * (c.splits - 1) * Tokens * kLinearWgmmaWarpRows * int(sizeof(float)));
+  finish.store([&](int product, int quad, int token) {
+    const float* from = parts.part(quad / kQuads, product, 0) + token * parts.pitch + quad % kQuads * kQuad;
     float4 total{};
     for (int split = 0; split < c.splits; ++split, from += parts.floats) {
       const float4 v = *reinterpret_cast<const float4*>(from);
@@ -230,6 +291,19 @@ __device__ void multiply_rows(const WgmmaCall& c, const Order& order, Copy copy,
     }
     return total;
   });
+}
+
+/// The same of one product: copy(ring, steps, first_row) and multiply(ring, steps, first_row, sum).
+template <class T, int Tokens, bool Gated, class Ring, class Order, class Copy, class Multiply>
+__device__ void multiply_rows(const WgmmaCall& c, const Order& order, Copy copy, Multiply multiply) {
+  multiply_products<Tokens, 1, Ring>(
+      c, [&](const Ring& ring, int rank, int first_row) { copy(ring, Steps(c, rank), first_row); },
+      [&](const Ring& ring, int rank, int first_row, float(&sum)[1][Tokens / 2]) {
+        multiply(ring, Steps(c, rank), first_row, sum[0]);
+      },
+      [&](int warps, int first_row) {
+        return Finish<T, Tokens, Gated, Order>(c.output, order, warps, first_row, c.tokens);
+      });
 }
 #endif
 

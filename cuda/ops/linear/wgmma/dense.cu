@@ -7,34 +7,6 @@
 namespace cf::cuda {
 namespace {
 
-// Other devices' code has no use for what follows.
-#ifdef CF_HAVE_WGMMA
-/// A warpgroup's sums of 64 rows for Tokens tokens, over the block's steps.
-template <class T, int Tokens>
-__device__ void multiply_steps(const WgmmaRing<Tokens>& ring, const Steps& steps, float (&sum)[Tokens / 2]) {
-  const int group = threadIdx.x / 128;
-  RingSlot slot;
-  int last_stage = 0;
-#pragma unroll 1
-  for (int i = 0; i < steps.count; ++i, slot.next(ring.stages)) {
-    wait_barrier(ring.full + slot.stage, slot.parity);
-    const std::uint64_t a = tile_along_k(ring.a(slot.stage) + group * 64 * kTileRowBytes),
-                        b = tile_along_k(ring.b(slot.stage));
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kLinearWgmmaColumns / 16; ++k)
-      wgmma(sum, a + k * kWgmmaStep, b + k * kWgmmaStep, i + k > 0, T{});
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (i > 0 && threadIdx.x % 32 == 0) arrive(ring.empty + last_stage);
-    last_stage = slot.stage;
-  }
-  wgmma_wait<0>();
-  keep_in_registers(sum);
-}
-
-#endif
-
 template <class T, int Tokens, bool Gated>
 __global__ void __launch_bounds__(kWgmmaThreads, 1)
     linear_wgmma_kernel([[maybe_unused]] const __grid_constant__ CUtensorMap weight,
@@ -53,7 +25,10 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
           if (lane == 0) copy_tensor_tile(to, &weight, step * kLinearWgmmaColumns, first_row, 0, full);
         });
       },
-      [&](const Ring& ring, const Steps& steps, int, float(&sum)[Tokens / 2]) { multiply_steps<T>(ring, steps, sum); });
+      [&](const Ring& ring, const Steps& steps, int, float(&sum)[Tokens / 2]) {
+        RingSlot slot;
+        multiply_steps<T>(ring, steps.count, slot, sum);
+      });
 #endif
 }
 

@@ -107,6 +107,32 @@ constexpr LinearWgmmaPlan linear_wgmma_plan(const Arch& arch, std::int64_t token
           .smem_bytes = extra_bytes + stages * stage_bytes};
 }
 
+/// Both products of LinearSum in one launch. Its rows, tokens, clusters and ring are the second product's; the first
+/// one's columns have the splits that its own launch would have, so that the sums have the same order.
+struct LinearSumWgmmaPlan {
+  LinearWgmmaPlan first, second;
+  int smem_bytes;  // of a block
+};
+
+inline std::string to_string(const LinearSumWgmmaPlan& p) {
+  return plan_text({{p.second.row_tiles, "row tiles"},
+                    {p.first.splits, "splits of the first"},
+                    {p.second.splits, "of the second"},
+                    {p.second.token_tile, "tokens a tile"},
+                    {p.second.stages, "stages"},
+                    {p.smem_bytes, "B of shared memory"}});
+}
+
+/// The blocks of a cluster hold the sums of both products at once: for 64 tokens and more these need more memory than
+/// the ring.
+constexpr LinearSumWgmmaPlan linear_sum_wgmma_plan(const Arch& arch, std::int64_t tokens, std::int64_t in,
+                                                   std::int64_t in2, std::int64_t out) {
+  const LinearWgmmaPlan first = linear_wgmma_plan(arch, tokens, in, out),
+                        second = linear_wgmma_plan(arch, tokens, in2, out);
+  const int parts_bytes = 2 * linear_wgmma_parts_bytes(second.token_tile, second.splits), align_bytes = 1024;
+  return {.first = first, .second = second, .smem_bytes = std::max(second.smem_bytes, align_bytes + parts_bytes)};
+}
+
 /// Tokens of a launch with a packed GPTQ weight: more leave no registers.
 inline constexpr std::int64_t kGptqWgmmaTile = 64;
 

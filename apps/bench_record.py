@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""Makes a record of data/bench of what a measurement of scripts/bench_gpu has written:
+  bench_record.py data/bench/stack-pythia-2.8b.json --fault "stopped after 60 s"
+Every record has its GPU (or CPU), command and commit at its top, and no white space. The times of single sites are left
+out where all layers were timed, since no page shows them. A fault is kept as `error`; it is the only content where the
+measurement wrote no file. Exit status: 1 where there is neither a file nor a fault.
+"""
+
+import json
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(HERE, os.pardir, "golden", "tools"))
+
+import console
+import golden_file
+
+NAME = os.path.basename(__file__)
+
+
+def commit_of(report):
+    """The commit that a record's programs were built from. A comparison of texts has it in its programs' own reports."""
+    return report.get("commit") or next((p["commit"] for p in report.get("programs", ())), "unknown")
+
+
+def gpu_of(report):
+    """A record's GPU, or None for one of the CPU. A comparison of texts calls it device."""
+    return report.get("gpu") or report.get("device")
+
+
+def slim(report):
+    """The report without the sites of steps through all layers, its programs' reports too."""
+    found = dict(report)
+    if "configurations" in found:
+        found["configurations"] = [c | {"sites": []} if "step" in c else c for c in found["configurations"]]
+    if "programs" in found:
+        found["programs"] = [slim(program) for program in found["programs"]]
+    return found
+
+
+def record(report, fault=None):
+    """What is kept of a report; of None, the fault alone."""
+    if report is None:
+        return {"error": fault}
+    found = slim(report) | {"commit": commit_of(report)}
+    if gpu := gpu_of(report):
+        found["gpu"] = gpu
+    return found | {"error": fault} if fault else found
+
+
+def main(argv):
+    parser = console.Parser(prog=NAME, description=__doc__)
+    parser.add_argument("file", metavar="FILE", help="what the measurement has written, or should have")
+    parser.add_argument("--fault", metavar="TEXT", help="why it ended early")
+    try:
+        args = parser.parse_args(argv)
+        report = None
+        if os.path.exists(args.file):
+            with open(args.file, encoding="utf-8") as file:
+                report = json.load(file)
+        elif not args.fault:
+            print(f"{NAME}: {args.file}: no such file, expected what a measurement has written", file=sys.stderr)
+            return 1
+        text = json.dumps(record(report, args.fault), ensure_ascii=False, separators=(",", ":"))
+        golden_file.write_text(args.file, text + "\n")
+    except (console.Refusal, OSError, ValueError) as error:
+        print(f"{NAME}: {args.file}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
