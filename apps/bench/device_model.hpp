@@ -16,6 +16,7 @@ namespace cf::apps {
 /// How a GPU runs a model.
 struct DeviceModelOptions {
   std::int64_t slots = 1, capacity = 2048, chunk = 2048;
+  std::int64_t gpus = 1;      // that share the model: the first ones
   std::string impl = "auto";  // of steps: the name of a cuda::Impl, or auto for the fastest that takes them
   // As cuda::Model::Options has them.
   bool invariant = false;
@@ -23,7 +24,7 @@ struct DeviceModelOptions {
   std::int64_t pages = 0, page_entries = 64;
 };
 
-/// What a model takes of a device, and how its steps run.
+/// What a model takes of each GPU, and how its steps run.
 struct DeviceModelPlan {
   double weights_bytes = 0, cache_bytes = 0, workspace_bytes = 0;
   std::string impl;
@@ -34,9 +35,13 @@ struct DeviceModelPlan {
   double bytes() const { return weights_bytes + cache_bytes + workspace_bytes; }
 };
 
-/// Plans a model on the timer's device. It reads the weights' formats, dtypes and shapes alone.
+/// Plans a model on the timer's device, or on several like it. It reads the weights' formats, dtypes and shapes alone.
+/// Refuses sizes that several GPUs cannot share.
 Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& model, const ModelWeights& weights,
                                           const DeviceModelOptions& options);
+
+/// The number of GPUs.
+std::int64_t gpu_count();
 
 /// The bytes of the device's memory that are free.
 Result<double> free_device_bytes(DeviceTimer& device);
@@ -52,8 +57,9 @@ struct DeviceModel {
   std::string impl;  // of steps
 };
 
-/// Copies the weights to the device and takes memory for cache and activations there. Refuses what
-/// cuda::Model::create() refuses; what an impl that was asked for does not take is refused by its name.
+/// Copies the weights to the device and takes memory for cache and activations there; with several GPUs, to each its
+/// part. Refuses what cuda::Model::create() and cuda::RankedModel::create() refuse; what an impl that was asked for does
+/// not take is refused by its name.
 Result<DeviceModel> open_device_model(DeviceTimer& device, const std::string& name, const ModelSpec& model,
                                       const ModelWeights& weights, const DeviceModelOptions& options);
 

@@ -94,6 +94,7 @@ Result<ModelSpec> ModelSpec::of_rank(std::int64_t rank, std::int64_t ranks) cons
     return refuse("rank must be 0 to ranks - 1, got rank " + std::to_string(rank) + " of " + std::to_string(ranks));
   ModelSpec part = *this;
   part.adds_residual = adds_residual && rank == 0;
+  part.ranks = ranks;
   struct Divided {
     std::string_view name;
     std::int64_t& size;

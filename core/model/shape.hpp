@@ -66,6 +66,7 @@ struct ModelSpec {
   /// Whether this rank adds the residual and the biases to the products that are summed over the ranks: attention.dense
   /// and mlp.dense_4h_to_h. One of the ranks that share a model does.
   bool adds_residual = true;
+  std::int64_t ranks = 1;  // that share the model; of_rank() gives one's part
 
   /// 1 / sqrt(head_dim), the factor of the attention scores.
   double attention_scale() const;

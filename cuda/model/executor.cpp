@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/model/passes.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/persistent/persistent_kernel.hpp"
@@ -103,8 +104,14 @@ class PreparedPersistent : public Prepared {
 
 Result<std::unique_ptr<Prepared>> prepare_unfused(const Context& context, const Layers& layers) {
   LaunchList launches(context, layers.scratch);
-  CF_TRY(for_each_layer(layers, [&](const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
-    return prepare(ops::DecodeLayer::Args{.model = m, .weights = w, .t = t}, launches);
+  CF_TRY(for_each_layer(layers, [&](const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) -> Status {
+    if (m.ranks == 1) return prepare(ops::DecodeLayer::Args{.model = m, .weights = w, .t = t}, launches);
+    CF_TRY_ASSIGN(Program program, record_layer(m, w, t));
+    for (const Node& node : with_all_reduce(std::move(program), m).nodes) {
+      launches.set_label(node.at.site.name.data());  // a literal, which ends in a zero byte
+      CF_TRY(prepare(node, launches));
+    }
+    return {};
   }));
   return std::unique_ptr<Prepared>(std::make_unique<PreparedLaunches>(std::move(launches), context.overlap()));
 }
@@ -130,7 +137,7 @@ Result<std::unique_ptr<Prepared>> prepare_persistent(const Context& context, Imp
                                               layers.range.first + std::int64_t(i)));
     std::ranges::move(layer.nodes, std::back_inserter(program.nodes));
   }
-  CF_TRY_ASSIGN(const LoweredProgram lowered, lower(program));
+  CF_TRY_ASSIGN(const LoweredProgram lowered, lower(with_all_reduce(std::move(program), layers.model)));
   CF_TRY_ASSIGN(
       PersistentKernel kernel,
       PersistentKernel::create(context, persistent_model(layers.model, dtype), lowered.layers, {t.positions, t.kv_len},

@@ -59,6 +59,8 @@ class Model final : public ModelRunner {
   /// Activations, cache and logits have the weights' dtype. Refuses weights that check_model_weights() or in_place()
   /// refuses, sizes below 1, an impl that is not for `invariant`, more memory than is free (Code::out_of_memory), and
   /// what the impl does not take (Code::unimplemented).
+  /// With the context of a rank (cuda/comm/communicator.hpp) the model is that rank's part, and every rank's part is
+  /// asked the same at the same time: RankedModel does that. It takes the impls unfused and graph.
   static Result<std::unique_ptr<Model>> create(const Context& context, const std::string& name, const ModelSpec& model,
                                                const ModelWeights& weights, const Options& options);
   ~Model() override;
@@ -122,6 +124,12 @@ class Model final : public ModelRunner {
  private:
   struct State;
   explicit Model(std::unique_ptr<State> state);
+  static Result<std::unique_ptr<Model>> create(const Context& context, const std::string& name, const ModelSpec& model,
+                                               const ModelWeights& weights, const Options& options,
+                                               const ResidentWeights::LayerOf& layer_of);
+  static Result<std::unique_ptr<Model>> create_rank(const Context& context, const std::string& name,
+                                                    const ModelSpec& whole, const ModelWeights& weights,
+                                                    const Options& options);
   std::unique_ptr<State> state_;
 };
 

@@ -115,7 +115,7 @@ Status Model::State::put_mixed(const ModelTensors& t, std::int64_t running) {
     for (; part < pass.parts.size(); ++part) CF_TRY(submit(pass, part));
   } else {
     Program layer;
-    const auto put = [&] { return put_layer(with_rope_append(std::exchange(layer, {}))); };
+    const auto put = [&] { return put_layer(with_rope_append(with_all_reduce(std::exchange(layer, {}), spec))); };
     CF_TRY(
         for_each_model_site(spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
           if (!layer.nodes.empty() && layer.nodes.back().at.layer != site.layer) CF_TRY(put());

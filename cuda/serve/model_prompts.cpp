@@ -14,7 +14,7 @@ Result<GraphExec> Model::State::chunk_graph(const ModelTensors& t) {
   const AnyView<2> layers_output = t.hidden[std::size_t(spec.shape.num_layers) % 2];
   const auto record = [&](DataflowCapture& graph) {
     CF_TRY_ASSIGN(Program program, record_model(spec, weights.model_weights(), t));
-    program = with_rope_append(std::move(program));
+    program = with_rope_append(with_all_reduce(std::move(program), spec));
     for (Node& node : program.nodes) {
       // The final LayerNorm reads the last rows of the layers' output. A graph knows tensors by their first byte.
       if (node.at.site.id == SiteId::final_layer_norm) node.reads = {layers_output.data};
@@ -29,13 +29,15 @@ Result<GraphExec> Model::State::chunk_graph(const ModelTensors& t) {
 
 Status Model::State::walk(const ModelTensors& t, const Visit& visit_site) {
   const Submission how{.early = context.overlap()};
-  return for_each_model_site(spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
+  CF_TRY_ASSIGN(Program program, record_model(spec, weights.model_weights(), t));
+  for (const Node& node : with_all_reduce(std::move(program), spec).nodes) {
     LaunchList launches(context, workspace.scratch());
-    launches.set_label(site.site.name.data());  // a literal, which ends in a zero byte
-    CF_TRY(name_site(site, prepare(args, launches)));
+    launches.set_label(node.at.site.name.data());  // a literal, which ends in a zero byte
+    CF_TRY(name_site(node.at, prepare(node, launches)));
     CF_TRY(launches.submit(stream.get(), how));
-    return visit_site(site, tensors_of(args));
-  });
+    CF_TRY(std::visit([&](const auto& args) { return visit_site(node.at, tensors_of(args)); }, node.call));
+  }
+  return {};
 }
 
 Status Model::State::put(const ModelTensors& t) {
@@ -46,7 +48,7 @@ Status Model::State::put(const ModelTensors& t) {
   const auto submit = [&]() -> Status {
     LaunchList& launches = parts.emplace_back(context, workspace.scratch());
     launches.trust_addresses();  // the model's own, which its steps have checked
-    for (const Node& node : with_rope_append(std::exchange(part, {})).nodes) {
+    for (const Node& node : with_rope_append(with_all_reduce(std::exchange(part, {}), spec)).nodes) {
       launches.set_label(node.at.site.name.data());  // a literal, which ends in a zero byte
       CF_TRY(name_site(node.at, prepare(node, launches)));
     }
