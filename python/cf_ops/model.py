@@ -526,8 +526,9 @@ def load(
     layers: how many of the first layers the model has, all where it is None. The last norm and the head follow them, so
     that its logits are the logit lens of that layer.
 
-    Where the config of Mistral, Qwen2 or Qwen3 has a sliding_window, a token sees so many keys. On a GPU the
-    impls "layer", "split" and "persistent" end a sequence there. :attr:`Model.notes` says what of the config does not
+    Where the config of Mistral, Qwen2 or Qwen3 has a sliding_window, a token sees so many keys; in Qwen's layers that
+    layer_types or max_window_layers leaves out it sees all. On a GPU the impls "layer", "split" and "persistent" end a
+    sequence at the window. :attr:`Model.notes` says what of the config does not
     count and which weights were cast.
 
     device: "cpu", or "cuda" or "cuda:1" for a GPU. A GPU gets a copy of the weights and a cache of `slots` (1) sequences
