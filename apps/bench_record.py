@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Makes a record of data/bench of what a measurement of scripts/bench_gpu has written:
   bench_record.py data/bench/stack-pythia-2.8b.json --fault "stopped after 60 s"
-Every record has its GPU (or CPU), command and commit at its top, and no white space. The times of single sites are left
+Every record has its GPU (or CPU), command and commit at its top, and no white space. A measurement in which no program
+of ours ended does not know the commit: --cf-model names a program of the same build. The times of single sites are left
 out where all layers were timed, since no page shows them. A fault is kept as `error`; it is the only content where the
 measurement wrote no file. Exit status: 1 where there is neither a file nor a fault.
 """
@@ -15,6 +16,7 @@ sys.path.insert(0, os.path.join(HERE, os.pardir, "golden", "tools"))
 
 import console
 import golden_file
+from peers import programs
 
 NAME = os.path.basename(__file__)
 
@@ -39,11 +41,14 @@ def slim(report):
     return found
 
 
-def record(report, fault=None):
+def record(report, fault=None, cf_model=None):
     """What is kept of a report; of None, the fault alone."""
     if report is None:
         return {"error": fault}
-    found = slim(report) | {"commit": commit_of(report)}
+    commit = commit_of(report)
+    if commit == "unknown" and cf_model:
+        commit = programs.commit_of(cf_model)
+    found = slim(report) | {"commit": commit}
     if gpu := gpu_of(report):
         found["gpu"] = gpu
     return found | {"error": fault} if fault else found
@@ -53,6 +58,7 @@ def main(argv):
     parser = console.Parser(prog=NAME, description=__doc__)
     parser.add_argument("file", metavar="FILE", help="what the measurement has written, or should have")
     parser.add_argument("--fault", metavar="TEXT", help="why it ended early")
+    parser.add_argument("--cf-model", metavar="FILE", help="the program, to ask for the commit")
     try:
         args = parser.parse_args(argv)
         report = None
@@ -62,7 +68,7 @@ def main(argv):
         elif not args.fault:
             print(f"{NAME}: {args.file}: no such file, expected what a measurement has written", file=sys.stderr)
             return 1
-        text = json.dumps(record(report, args.fault), ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(record(report, args.fault, args.cf_model), ensure_ascii=False, separators=(",", ":"))
         golden_file.write_text(args.file, text + "\n")
     except (console.Refusal, OSError, ValueError) as error:
         print(f"{NAME}: {args.file}: {error}", file=sys.stderr)

@@ -154,8 +154,8 @@ struct Column {
   Quality quality;
 };
 
-/// A row of the table: its name, the key in JSON, and the figure of a column where it has one, with its error or
-/// without.
+/// A row of the table: its name, its key in JSON, what finds the figure of a column, and whether the figure has an
+/// error.
 struct Figure {
   const char *name, *key;
   std::function<std::optional<Mean>(const Quality&)> of;

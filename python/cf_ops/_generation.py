@@ -297,7 +297,7 @@ class Session:
                 logit_bias=list(s.logit_bias.items()),
                 logits_processor=_held_weakly(s),
                 seed=s.seed,
-                id=prompt + (sample << 32),  # a prompt's first sample is what it is given alone
+                id=prompt + (sample << 32),  # a prompt's first sample is drawn as if it were alone
                 stop=self._stop,
                 max_new_tokens=s.max_new_tokens,
                 min_new_tokens=s.min_new_tokens,

@@ -1116,6 +1116,11 @@ class Records(Files):
         slim = [{"commit": "abc", "configurations": [whole | {"sites": []}]}]
         expected = report | {"programs": slim, "gpu": "a GPU", "commit": "abc"}
         self.assertEqual(json.loads(text), expected)
+        # Where no program of ours ended, one of the same build says the commit.
+        with mock.patch.object(programs, "commit_of", lambda program: program):
+            for commit in ("unknown", "abc"):
+                kept = bench_record.record({"commit": commit, "results": {}}, None, "def")
+                self.assertEqual(kept["commit"], {"unknown": "def"}.get(commit, commit))
         # A layer by itself keeps its sites, a record of the CPU has no GPU, and a record of a record is the same.
         for kept in (LAYER | {"commit": "abc"}, {"cpu": "a CPU", "commit": "abc"}, expected):
             self.assertEqual(bench_record.record(kept), kept)

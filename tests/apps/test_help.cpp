@@ -93,7 +93,7 @@ TEST_CASE("the examples of the help run", "[help]") {
         CHECK(r.exit_code == 0);
         continue;
       }
-      // All else about it must be right.
+      // Everything else in the example must be right.
       const ProgramRun r = run(example + " --what");
       CAPTURE(r.err);
       CHECK(r.exit_code == 2);

@@ -1,6 +1,6 @@
 #pragma once
-// One call of an op on the GPU against the double oracle within the derived budget: guards, poison and what of a cache
-// may not change intact, the same bits again, under the plans of every GPU that there are plans for.
+// One call of an op on the GPU against the double oracle within the derived budget. Guards, poison and the part of a
+// cache that may not change stay as they are; reruns have the same bits. Under the plans of every GPU that has plans.
 #include <functional>
 
 #include "cpu_ref/cpu_ref.hpp"

@@ -108,8 +108,8 @@ constexpr std::int64_t kMostTokens = 2048;
 constexpr std::int64_t kTokens[] = {1,   2,   3,   7,   8,   9,   15,  16,  17,  31,  33,  63,  64,  65,  66,   100,
                                     127, 128, 129, 130, 192, 255, 256, 300, 511, 512, 513, 700, 844, 845, 1000, 2048};
 
-/// Checks that each row of a call of kMostTokens rows has one value in all steps of a class: among the first n rows of
-/// the call, and among n others. Returns the number of classes with more than one size.
+/// Checks that each row of a call of kMostTokens rows has one value in all steps of a class, whose sizes are among
+/// `sizes`: among the first n rows of the call, and among n others. Returns how often two sizes were compared.
 template <class Op>
 int check_classes(DeviceProblem<Op>& p, std::span<const int> bits, cuda::Context& c, cuda::Scratch scratch,
                   std::span<const std::int64_t> sizes = kTokens) {
@@ -197,6 +197,32 @@ TEST_CASE("classes on the GPU: the products of Pythia-2.8B and Llama-3.1-8B, and
     cuda::Context own = context(), invariant = own;
     invariant.set_plan_arch(cuda::invariant_arch(own.arch()));
     for (cuda::Context* c : {&own, &invariant}) CHECK(check_classes(p, {}, *c, scratch.get()) >= 10);
+  }
+}
+
+TEST_CASE("classes on the GPU: GPTQ weights and 1 to 300 tokens, of Pythia-2.8B's and Llama-3.1-8B's sizes too",
+          "[gpu][classes][gptq]") {
+  const Scratch scratch;
+  std::vector<std::int64_t> all{512, 1000, 2048};
+  for (std::int64_t n = 300; n > 0; --n) all.insert(all.begin(), n);
+  for (const GptqSetup& gptq : {GptqSetup{4, 128, 1, false}, GptqSetup{4, 64, 0, false}, GptqSetup{4, 128, 1, true},
+                                GptqSetup{4, 32, 1, false}, GptqSetup{8, 128, 1, false}}) {
+    INFO(gptq.bits << " bits, groups of " << gptq.group_size << ", act-order " << gptq.desc_act);
+    DeviceProblem<ops::Linear> p(setup(DType::f16, gptq), linear_example(kMostTokens, 1288, 136, Epilogue::none));
+    cuda::Context own = context();
+    CHECK(check_classes(p, std::vector{gptq.bits}, own, scratch.get(), all) >= 290);
+  }
+  for (auto [dtype, in, out, epilogue] :
+       {std::tuple<DType, std::int64_t, std::int64_t, Epilogue>{DType::f16, 2560, 7680, Epilogue::none},
+        {DType::f16, 2560, 10240, Epilogue::gelu_erf},
+        {DType::f16, 10240, 2560, Epilogue::residual},
+        {DType::f16, 2560, 5120, Epilogue::swiglu},
+        {DType::bf16, 4096, 6144, Epilogue::none},
+        {DType::bf16, 14336, 1024, Epilogue::residual}}) {
+    INFO(in << " -> " << out << ", epilogue " << int(epilogue));
+    DeviceProblem<ops::Linear> p(setup(dtype, {4, 128, 1, false}), linear_example(kMostTokens, in, out, epilogue));
+    cuda::Context own = context();
+    CHECK(check_classes(p, std::vector{4}, own, scratch.get()) >= 10);
   }
 }
 

@@ -1,4 +1,5 @@
 // ln_qkv on the GPU gives the bits of the four ops that it is made of.
+#include "cuda/ops/linear/packed/plan.hpp"
 #include "cuda/ops/linear/wgmma/packed_plan.hpp"
 #include "tests/cuda/device_check.hpp"
 #include "tests/support/refusal.hpp"
@@ -42,10 +43,17 @@ void check_bits(DType activation, const GptqSetup& gptq) {
       sizes.first.hidden = n.hidden;
       DeviceProblem<ops::LnQkv> fused(s, sizes), parts(s, sizes);
       if (load.batch == 4) fused.args().linear.bias.data = parts.args().linear.bias.data = nullptr;
+      const auto* const packed = std::get_if<PackedWeight>(&parts.args().linear.weight);
+      const auto is_wide = [&] {
+        const Result<cuda::GptqLayout> layout = cuda::gptq_layout("linear", *packed);
+        REQUIRE(layout);
+        return cuda::gptq_is_wide(c.arch(), cuda::gptq_sizes(*layout, load.tokens()), load.tokens());
+      };
       // There linear's sums have another order.
       const std::int64_t tokens = load.batch * load.q_len, out = sizes.first.out();
       if (cuda::is_linear_wgmma(c.arch(), tokens, n.hidden, out, activation, gptq.bits) ||
-          (gptq.bits == 4 && !gptq.desc_act && cuda::is_wgmma_packed(c.arch(), tokens, n.hidden, out, activation))) {
+          (gptq.bits == 4 && !gptq.desc_act && cuda::is_wgmma_packed(c.arch(), tokens, n.hidden, out, activation)) ||
+          (packed && is_wide())) {
         CHECK(check_on_device<ops::LnQkv>(s, sizes));
         continue;
       }

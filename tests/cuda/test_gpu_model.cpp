@@ -514,7 +514,7 @@ AnyView<2> rows_of_embedding(const Small& small) {
   return AnyView<2>(const_cast<void*>(table.data), table.shape, table.dtype);
 }
 
-/// Greedy ids of these prompts, with the bits of the logits behind each id where they are asked for every `each` ids.
+/// Greedy ids of these prompts. With `each` above 0 also the bits of the logits, which are asked for every `each` ids.
 struct Greedy {
   std::vector<Ids> ids;
   std::vector<std::vector<std::string>> logits;

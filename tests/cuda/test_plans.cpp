@@ -173,7 +173,8 @@ Launch linear_tiles_launch(const LinearTilesPlan& plan) {
 Launch linear_gptq_launch(const Arch& arch, std::int64_t in, std::int64_t out, const Workload& w,
                           int turns = kLinearGptqTurns, int blocks_per_sm = kLinearGptqBlocksPerSm,
                           bool shares_sms = false) {
-  const GptqSizes sizes{int((out + 15) / 16), int((in + 63) / 64), 4, w.tokens() == 1};
+  GptqSizes sizes{int((out + 15) / 16), int((in + 63) / 64), 4, w.tokens() == 1};
+  sizes.wide = turns == kLinearGptqTurns && gptq_is_wide(arch, sizes, w.tokens());
   GptqPlan plan = gptq_plan(arch, sizes, w.tokens(), turns, blocks_per_sm);
   if (plan.grid > 0 && shares_sms) fill_places(arch, sizes.tiles, blocks_per_sm, plan);
   if (plan.grid == 0) return {.threads = 32, .share = {}};  // too many columns: the call is refused
@@ -186,7 +187,7 @@ Launch linear_gptq_launch(const Arch& arch, std::int64_t in, std::int64_t out, c
           .share = [=](std::int64_t warp) {
             const int block = int(warp) / (kGptqParts * turns), part = int(warp) % kGptqParts,
                       turn = int(warp) % (kGptqParts * turns) / kGptqParts;
-            const GptqSlice slice = gptq_slice(plan, block % plan.split * kGptqParts + part);
+            const GptqSlice slice = gptq_slice(plan, gptq_part(plan, block % plan.split, part));
             std::vector<Range> ranges;
             const GptqTiles tiles = gptq_tiles(plan, sizes.tiles, block / plan.split);
             for (int t = turn; t < tiles.count; t += turns) {
@@ -744,6 +745,48 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
   CHECK(finishers(5128, 9728, 8) == 4);
   CHECK(finishers(2560, 50304, 8) == 1);  // of a cluster of one
   CHECK(gptq_plan(kH200, {160, 321, 4}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm).grid == 0);
+}
+
+TEST_CASE("linear of 4 bits: which calls the wide kernel takes; its blocks have equal parts of the columns",
+          "[plans]") {
+  const GptqSizes sizes{160, 40, 4};
+  for (std::int64_t tokens : {1, 8}) CHECK_FALSE(gptq_is_wide(kH200, sizes, tokens));
+  for (std::int64_t tokens : {9, 16, 17, 300}) CHECK(gptq_is_wide(kH200, sizes, tokens));
+  CHECK(gptq_is_wide(kH200, {160, 192, 2}, 16));
+  CHECK_FALSE(gptq_is_wide(kH200, {160, 193, 2}, 16));
+  CHECK_FALSE(gptq_is_wide(kH200, {160, 40, 1}, 16));
+  CHECK_FALSE(gptq_is_wide(kRtx5090, sizes, 16));
+  CHECK_FALSE(gptq_is_wide(invariant_arch(kH200), sizes, 16));
+  for (int halves : {2, 4, 8})
+    for (int chunks : {1, 3, 10, 11, 40, 64, 65, 160, 192}) {
+      CAPTURE(halves, chunks);
+      const GptqSizes of{chunks == 64 ? 1792 : 160, chunks, halves, false, true};
+      const GptqPlan p = gptq_plan(kH200, of, 16, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+      REQUIRE((p.grid > 0 && p.tokens == 16));
+      // Two blocks an SM.
+      CHECK(kLinearGptqBlocksPerSm * (linear_gptq_smem_bytes(kH200, p) + 1024) <= kH200.smem_per_sm_bytes);
+      std::vector<int> of_block(static_cast<std::size_t>(p.split)), taken(static_cast<std::size_t>(chunks));
+      for (int rank = 0; rank < p.split; ++rank)
+        for (int part = 0; part < kGptqParts; ++part) {
+          const GptqSlice s = gptq_slice(p, gptq_part(p, rank, part));
+          CHECK(s.count <= kGptqWideChunks);
+          CHECK(s.count * kGptqTileBytes + s.groups * kGptqRows * 4 <= p.stage_bytes);
+          of_block[std::size_t(rank)] += s.count;
+          for (int c = s.first; c < s.first + s.count; ++c) ++taken[std::size_t(c)];
+        }
+      const auto [least, most] = std::minmax_element(of_block.begin(), of_block.end());
+      CHECK(*most - *least <= 1);
+      for (int times : taken) CHECK(times == 1);
+    }
+  // Calls of as many tokens as a launch takes and of more: the last launch has what is left, by the same plan.
+  std::vector<std::int64_t> launches;
+  REQUIRE(for_each_gptq_launch(kH200, sizes, 35, [&](std::int64_t first, const GptqPlan& p) {
+    CHECK((p.wide && p.split == 2));
+    launches.push_back(first);
+    launches.push_back(p.tokens);
+    return Status();
+  }));
+  CHECK(launches == std::vector<std::int64_t>{0, 16, 16, 16, 32, 3});
 }
 
 TEST_CASE("two products of 4 bits in one launch: a cluster's blocks take all columns of both, the first finishes",

@@ -182,7 +182,9 @@ TEST_CASE("a step on a GPU reads each weight once for all slots, or once for all
             continue;  // more columns than the kernels of GPTQ weights take
           for (const std::int64_t slots : {1, 3, 8, 16, 64}) {
             const bool on_hopper = arch.has_wgmma();
-            const std::int64_t a_launch = format.bits ? (on_hopper && slots > 16 ? 64 : 8) : 16;
+            // The wide kernel takes 16 tokens of matrices of up to 12,288 columns.
+            const bool is_wide = on_hopper && m.intermediate_size <= 12288;
+            const std::int64_t a_launch = format.bits ? (on_hopper && slots > 16 ? 64 : is_wide ? 16 : 8) : 16;
             const Step step(m, slots, dtype, format);
             for (const bool graph : {false, true})
               for (const bool library : {false, true}) {

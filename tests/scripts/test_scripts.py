@@ -357,6 +357,20 @@ class SanitizeGpu(Scripts):
         self.assertIn("memcheck test_gpu_ops FAILED", " ".join(lines[-3:-1]))
         self.assertIn("11 runs, 1 failed: memcheck test_gpu_ops", lines[-1])
 
+    def test_some_tools_and_programs_alone(self):
+        arguments = "--tools", "memcheck,synccheck", "--programs", "session,ops"
+        result = self.run_script("sanitize_gpu", *arguments)
+        self.assertEqual(result.returncode, 0, result)
+        runs = [" ".join(line.split()[:2]) for line in result.stdout.splitlines()[:-1]]
+        self.assertEqual(
+            runs,
+            [f"{tool} test_gpu_{name}" for name in ("session", "ops") for tool in ("memcheck", "synccheck")],
+        )
+        self.refused(self.run_script("sanitize_gpu", "--programs", "what"), "test_gpu_what: no such file")
+        self.refused(self.run_script("sanitize_gpu", "--programs"), "--programs: expected names such as")
+        for tools in ("", "memcheck,what"):
+            self.refused(self.run_script("sanitize_gpu", "--tools", tools), "--tools: expected some of memcheck", tools)
+
     def test_a_signal_ends_the_runs(self):
         self.sanitizer("exec sleep 60")
         script = subprocess.Popen(
@@ -502,9 +516,10 @@ class BenchGpu(Scripts):
         records = [call for call in calls if call.startswith("bench_record.py")]
         files = [call.split()[1] for call in records]
         self.assertEqual(len(files), len(set(files)))
-        self.assertIn("bench_record.py out/stack-pythia-410m.json --fault stopped after ", records[0])
+        self.assertTrue(records[0].startswith("bench_record.py out/stack-pythia-410m.json "), records)
+        self.assertIn(" --fault stopped after ", records[0])
         for call in records[1:]:
-            self.assertTrue(call.endswith(".json --fault not begun: the 1 s were over"), call)
+            self.assertTrue(call.endswith(" --fault not begun: the 1 s were over"), call)
         self.assertTrue(calls[-1].startswith(self.PAGE), "the page is made of what was measured")
         for limit in ("0", "soon"):
             self.refused(
@@ -578,7 +593,9 @@ class BenchGpu(Scripts):
         result, calls = self.measure(cf_op="exit 3")
         self.assertEqual(result.returncode, 1, result)
         self.assertEqual(self.measurements(calls), self.measurements(expected))
-        self.assertIn("bench_record.py out/gptq-linears-pythia-2.8b.json --fault exit 3", calls)
+        program = f"{self.root}/build/release/apps/cf-model"
+        record = f"bench_record.py out/gptq-linears-pythia-2.8b.json --cf-model {program} --fault exit 3"
+        self.assertIn(record, calls)
 
 
 @unittest.skipUnless(shutil.which("c++filt", path="/usr/bin:/bin"), "needs c++filt of binutils")

@@ -420,7 +420,7 @@ class Patch:
             if cache.patch is not self:
                 raise ValueError(f"{name}: expected a cache that this model made since its last speed_up()")
             theirs = _hand_over(model, cache)
-        # By the name of this transformers: a forward takes an argument of another name without reading it.
+        # Under the name that this transformers reads: forward ignores an argument of another name.
         arguments = {other: value for other, value in arguments.items() if other != name}
         output = _forward_of_class(model, **{**arguments, cache_parameter(type(model).forward): theirs})
         if isinstance(cache, RunnerCache):

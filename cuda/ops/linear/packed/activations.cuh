@@ -19,14 +19,14 @@ struct GptqChunkOrder {
 
   __device__ GptqChunkOrder(const GptqPlan& plan, const GptqSlice& slice)
       : in_pairs(!C.one_token() && plan.halves_a_group % 4 == 0 &&
-                 (slice.count == kGptqMaxChunks || (slice.count + 1 == kGptqMaxChunks && slice.first % 2 == 0))),
+                 (slice.count == C.chunks || (slice.count + 1 == C.chunks && slice.first % 2 == 0))),
         rotation(in_pairs ? slice.first & 1 : 0),
-        last(rotation ? 0 : min(slice.count, kGptqMaxChunks) - 1) {}
+        last(rotation ? 0 : min(slice.count, C.chunks) - 1) {}
 
   /// The slice's chunk that is multiplied i-th.
-  __device__ int operator()(int i) const { return !C.one_token() && i + 1 == kGptqMaxChunks ? last : i + rotation; }
+  __device__ int operator()(int i) const { return !C.one_token() && i + 1 == C.chunks ? last : i + rotation; }
   /// Whether the sums are scaled after the i-th chunk.
-  __device__ static bool ends_sum(bool pairs, int i) { return !pairs || i % 2 == 1 || i + 1 == kGptqMaxChunks; }
+  __device__ static bool ends_sum(bool pairs, int i) { return !pairs || i % 2 == 1 || i + 1 == C.chunks; }
 };
 
 /// Eight of a token's activations from `column` of the tiles on. Without an order a column is the input of that number.
@@ -199,8 +199,9 @@ class GptqOneTokenX {
   std::uint32_t chunks_;  // bit c says that chunk c is of a group of the lane's column
 };
 
-/// Two to eight tokens in registers. A product has eight columns, each of which takes one token. Lanes 4n to 4n + 3
-/// hold the activations of column n, two vectors of each chunk. The sums of columns without a token are never read.
+/// Two to 16 tokens in registers. A product has eight columns, each of which takes one token of an octet. Lanes 4n to
+/// 4n + 3 hold the activations of column n, two vectors of each chunk. The sums of columns without a token are never
+/// read.
 template <class T, GptqConfig C>
 class GptqRegisterX {
  public:
@@ -213,14 +214,14 @@ class GptqRegisterX {
   __device__ void load(X x) {
     const auto column_of = [&](int c, int i) { return column(i) + order_(c) * kGptqColumns; };
     const GptqSlice& slice = warp_.slice;
-    // A slice with four or five whole chunks loads every vector unconditionally. In the place of a chunk that it lacks
-    // it loads another chunk again, which nothing reads.
-    const bool is_whole = slice.count + 1 >= kGptqMaxChunks && (slice.first + slice.count) * kGptqColumns <= m_.in;
+    // A slice that lacks one chunk at most, all of them whole, loads every vector unconditionally. In the place of a
+    // chunk that it lacks it loads another chunk again, which nothing reads.
+    const bool is_whole = slice.count + 1 >= C.chunks && (slice.first + slice.count) * kGptqColumns <= m_.in;
     if (m_.order || !is_whole) [[unlikely]] {
 #pragma unroll 1
-      for (int at = 0; at < 2 * kGptqMaxChunks; ++at) {
-        const int c = at / 2, i = at % 2;
-        const T* const row = x(token_of_vector(i));
+      for (int at = 0; at < 2 * octets * C.chunks; ++at) {
+        const int c = at / (2 * octets), o = at / 2 % octets, i = at % 2;
+        const T* const row = x(token_of_vector(o, i));
         uint4 v{};
         if (c < slice.count) {
           if (m_.order)
@@ -229,14 +230,20 @@ class GptqRegisterX {
             v = load_columns<false>(m_, row, column_of(c, i));
         }
 #pragma unroll
-        for (int to = 0; to < 2 * kGptqMaxChunks; ++to) x_[to / 2][to % 2] = choose(to == at, v, x_[to / 2][to % 2]);
+        for (int to = 0; to < 2 * octets * C.chunks; ++to) {
+          uint4& vector = x_[to / (2 * octets)][to / 2 % octets][to % 2];
+          vector = choose(to == at, v, vector);
+        }
       }
     } else {
-      const T* const rows[] = {x(token_of_vector(0)), x(token_of_vector(1))};
 #pragma unroll
-      for (int c = 0; c < kGptqMaxChunks; ++c)
+      for (int o = 0; o < octets; ++o) {
+        const T* const rows[] = {x(token_of_vector(o, 0)), x(token_of_vector(o, 1))};
 #pragma unroll
-        for (int i = 0; i < 2; ++i) x_[c][i] = load_columns<false>(m_, rows[i], column_of(c, i));
+        for (int c = 0; c < C.chunks; ++c)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) x_[c][o][i] = load_columns<false>(m_, rows[i], column_of(c, i));
+      }
     }
   }
 
@@ -249,17 +256,18 @@ class GptqRegisterX {
       prepare_chunks(std::false_type{});
   }
 
-  /// The activations of a half of the chunk that is multiplied i-th.
-  __device__ const uint4& operator()(int i, int half) const { return x_[i][half]; }
+  /// The activations of octet o in a half of the chunk that is multiplied i-th.
+  __device__ const uint4& operator()(int i, int half, int o) const { return x_[i][o][half]; }
   /// Sums of the activations whose products are scaled together after the i-th chunk.
-  __device__ const float2& sums(int i) const { return sums_[i]; }
+  __device__ const float2& sums(int i, int o) const { return sums_[i][o]; }
 
  private:
+  static constexpr int octets = C.octets();
   /// Whether lanes load lines for two columns and exchange halves. They do where x lies in device memory.
   static constexpr bool by_lines = !C.near_x;
 
-  __device__ int token_of_vector(int i) const {
-    return min(by_lines ? warp_.lane / 8 + 4 * i : gptq_token_of_column(warp_.g), tokens_ - 1);
+  __device__ int token_of_vector(int o, int i) const {
+    return min(8 * o + (by_lines ? warp_.lane / 8 + 4 * i : gptq_token_of_column(warp_.g)), tokens_ - 1);
   }
   /// The first column of vector i of the slice's first chunk.
   __device__ int column(int i) const {
@@ -268,22 +276,25 @@ class GptqRegisterX {
 
   template <class Pairs>
   __device__ void prepare_chunks(Pairs) {
-    float ones[4] = {};
 #pragma unroll
-    for (int c = 0; c < kGptqMaxChunks; ++c) {
-      auto& [first, second] = x_[c];
-      if constexpr (by_lines) {
-        const bool is_odd = warp_.g % 2;
-        const uint4 other = exchange(choose(is_odd, first, second), 4);
-        first = choose(is_odd, other, first);
-        second = choose(is_odd, second, other);
+    for (int o = 0; o < octets; ++o) {
+      float ones[4] = {};
+#pragma unroll
+      for (int c = 0; c < C.chunks; ++c) {
+        auto& [first, second] = x_[c][o];
+        if constexpr (by_lines) {
+          const bool is_odd = warp_.g % 2;
+          const uint4 other = exchange(choose(is_odd, first, second), 4);
+          first = choose(is_odd, other, first);
+          second = choose(is_odd, second, other);
+        }
+        add_up<T>(first, ones);
+        add_up<T>(second, ones);
+        if (!GptqChunkOrder<C>::ends_sum(Pairs::value, c)) continue;
+        sums_[c][o] = sums_of_x(ones, warp_.t);
+#pragma unroll
+        for (float& sum : ones) sum = 0;
       }
-      add_up<T>(first, ones);
-      add_up<T>(second, ones);
-      if (!GptqChunkOrder<C>::ends_sum(Pairs::value, c)) continue;
-      sums_[c] = sums_of_x(ones, warp_.t);
-#pragma unroll
-      for (float& sum : ones) sum = 0;
     }
   }
 
@@ -291,8 +302,8 @@ class GptqRegisterX {
   const GptqWarp& warp_;
   const GptqChunkOrder<C>& order_;
   const int tokens_;
-  uint4 x_[kGptqMaxChunks][2];
-  float2 sums_[kGptqMaxChunks];
+  uint4 x_[C.chunks][octets][2];
+  float2 sums_[C.chunks][octets];
 };
 
 /// Up to sixteen tokens in shared memory: [part][token], kGptqTokenBytes apart. A product's eight columns are those of

@@ -17,7 +17,7 @@ struct GptqConfig {
   /// Octets of tokens: a product has eight columns.
   constexpr int octets() const { return tokens == GptqTokens::sixteen ? 2 : 1; }
   /// Whether a warp holds its slice of x in registers.
-  constexpr bool x_in_registers() const { return octets() == 1 && !half_chunks; }
+  constexpr bool x_in_registers() const { return !half_chunks; }
   /// How many elements of y a thread prepares before x has arrived: as many as its registers have room for.
   constexpr int prepared() const { return half_chunks ? 0 : one_token() || rows > 1 ? 1 : 2; }
 };

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(gptq_threads(kLinearGptqTurns), kLinearGptqBlo
 template <class T, int Rows, bool Gated>
 struct LinearGptqKernels {
   static constexpr int rows(GptqTokens tokens, bool half_chunks) {
-    if (tokens == GptqTokens::sixteen || half_chunks) return 1;
+    if (half_chunks) return 1;
     return tokens == GptqTokens::one ? std::min(Rows, 2) : Rows;
   }
   template <GptqTokens Tokens, bool HalfChunks, int Chunks = kGptqMaxChunks>
@@ -28,6 +28,9 @@ struct LinearGptqKernels {
 /// The kernel for a plan whose elements may have up to `rows` rows.
 template <class T, bool Gated>
 auto kernel_for(int rows, const GptqPlan& plan, const GptqSizes& sizes) {
+  if (plan.wide)
+    return rows == 1 ? linear_gptq_kernel<T, GptqTokens::sixteen, false, 1, Gated, kGptqWideChunks>
+                     : linear_gptq_kernel<T, GptqTokens::sixteen, false, 4, Gated, kGptqWideChunks>;
   return rows == 1   ? gptq_kernel_for<LinearGptqKernels<T, 1, Gated>>(plan, sizes)
          : rows == 2 ? gptq_kernel_for<LinearGptqKernels<T, 2, Gated>>(plan, sizes)
                      : gptq_kernel_for<LinearGptqKernels<T, 4, Gated>>(plan, sizes);

@@ -13,8 +13,9 @@
 namespace cf::cuda {
 
 /// A block divides its columns into this many parts, of up to kGptqMaxChunks chunks of 64 columns. One token's slice of
-/// x takes fewer registers, so that its parts may have kGptqOneTokenChunks.
-inline constexpr int kGptqParts = 8, kGptqMaxChunks = 5, kGptqOneTokenChunks = 8;
+/// x takes fewer registers, so that its parts may have kGptqOneTokenChunks; those of 16 tokens take more and have
+/// kGptqWideChunks.
+inline constexpr int kGptqParts = 8, kGptqMaxChunks = 5, kGptqOneTokenChunks = 8, kGptqWideChunks = 3;
 /// A part has `turns` warps, which take the block's tiles in turn.
 constexpr int gptq_threads(int turns) { return 32 * kGptqParts * turns; }
 /// linear has one warp a part and two blocks an SM.
@@ -41,11 +42,19 @@ inline GptqMatrix gptq_matrix(const PackedWeight& w, const GptqLayout& layout) {
           .groups = layout.groups};
 }
 
+/// A warp holds its part of x in registers for up to this many tokens, the columns of a product; in the wide kernel for
+/// up to kGptqWideTokens. Where a group can end in the middle of a chunk, x lies in shared memory, once for each part.
+inline constexpr int kGptqRegisterTokens = 8, kGptqWideTokens = 16;
+/// The most tiles of a cluster of the wide kernel: an SM has room for the sums of two blocks. More clusters than the
+/// device holds take their turn.
+inline constexpr int kGptqWideTiles = 8;
+
 /// What a plan depends on: the sizes of a matrix, whose groups have halves_a_group half chunks of 32 columns, and
-/// whether the kernel of one token multiplies it. That kernel takes calls of one token, and groups of whole chunks.
+/// whether the kernel of one token or the wide one multiplies it. Both take groups of whole chunks, and calls of one
+/// token and of more than kGptqRegisterTokens.
 struct GptqSizes {
   int tiles, chunks, halves_a_group;
-  bool one_token = false;
+  bool one_token = false, wide = false;
 };
 
 inline GptqSizes gptq_sizes(const GptqLayout& layout, std::int64_t call_tokens) {
@@ -64,12 +73,13 @@ constexpr int gptq_split(int chunks, int most_chunks) {
   while (chunks > split * kGptqParts * most_chunks) split *= 2;
   return split;
 }
-/// The most chunks that a part may have: kGptqOneTokenChunks for long parts, kGptqMaxChunks for short ones. A cluster
-/// of long parts has fewer blocks, and fewer sums are scaled and added up. Parts stay short
+/// The most chunks that a part may have. One token's are kGptqOneTokenChunks for long parts, kGptqMaxChunks for short
+/// ones. A cluster of long parts has fewer blocks, and fewer sums are scaled and added up. Parts stay short
 /// - where a group is one chunk: a long part would touch more groups than there are product columns for;
 /// - where short parts already give every tile a cluster of its own, all resident at once;
 /// - on an RTX 5090, whose blocks have no room for long parts beside ln_qkv's tokens.
 constexpr int gptq_most_chunks(const Arch& arch, const GptqSizes& m) {
+  if (m.wide) return kGptqWideChunks;
   const bool has_room = arch.smem_per_block_bytes > 128 << 10;
   const bool is_small = m.tiles * gptq_split(m.chunks, kGptqMaxChunks) <= kLinearGptqBlocksPerSm * arch.sm_count;
   return m.one_token && m.halves_a_group > 2 && has_room && !is_small ? kGptqOneTokenChunks : kGptqMaxChunks;
@@ -91,6 +101,7 @@ struct GptqPlan {
   std::uint32_t halves_magic;  // 2^31 / halves_a_group, rounded up
   int digit_bytes;             // of a warp's slice of one token's x; 0 where another kernel multiplies
   int turns;                   // warps of a part
+  bool wide = false;           // the wide kernel multiplies
   int tokens, token_bits;      // of a launch; 1 << token_bits is the smallest power of two not below tokens
   int grid = 0, smem_bytes = 0;
   int first_rank = 0;  // the cluster's first block that takes this matrix: LinearSum has two matrices
@@ -132,6 +143,12 @@ constexpr int gptq_group(const GptqPlan& p, int half_chunk) {
   return int(std::uint64_t(2 * std::uint32_t(half_chunk)) * p.halves_magic >> 32);
 }
 
+/// The part of all parts of a cluster that part `part` of its block `rank` is. With 16 tokens neighbouring parts are
+/// different blocks', so that the longer parts are all blocks' alike.
+constexpr int gptq_part(const GptqPlan& p, int rank, int part) {
+  return p.wide ? part * p.split + rank : (rank - p.first_rank) * kGptqParts + part;
+}
+
 /// The columns of part `index` of all parts of a cluster.
 constexpr GptqSlice gptq_slice(const GptqPlan& p, int index) {
   GptqSlice s{index * p.chunks + (index < p.longer ? index : p.longer), p.chunks + (index < p.longer), 0, 0};
@@ -151,9 +168,6 @@ inline constexpr int kGptqTokenBytes = kGptqMaxChunks * kGptqColumns * 2 + 16;
 /// Bytes of a chunk's digits, two for each column.
 inline constexpr int kGptqDigitBytes = 2 * kGptqColumns;
 
-/// A warp holds its part of x in registers for up to this many tokens, the columns of a product. Where a group can end in
-/// the middle of a chunk, x lies in shared memory, once for each part.
-inline constexpr int kGptqRegisterTokens = 8;
 constexpr bool gptq_x_in_registers(const GptqPlan& p) { return p.halves_a_group % 2 == 0; }
 /// Bytes of x in a block's shared memory. The lanes of a warp exchange one token's digits there.
 constexpr int gptq_x_bytes(const GptqPlan& p) {
@@ -189,7 +203,8 @@ constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, c
                                const GptqAhead& ahead_of_many, GptqPlan& p) {
   const int clusters = blocks_per_sm * arch.sm_count / p.split;
   const int slots = std::max(1, p.split > 2 ? clusters * arch.tuning->packed_clusters_elevenths / 11 : clusters);
-  p.tiles = (tiles + slots - 1) / slots;
+  const int rounds = p.wide ? (tiles - 1) / (slots * kGptqWideTiles) + 1 : 1;
+  p.tiles = (tiles + slots * rounds - 1) / (slots * rounds);
   p.full = (tiles + p.tiles - 1) / p.tiles;
   p.grid = p.full * p.split;
   for (; p.tokens > 0; p.tokens /= 2) {
@@ -212,15 +227,13 @@ constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, c
   p.grid = 0;
 }
 
-/// The most tokens of a launch. A step of 16 sequences takes Pythia-2.8B 1.90 ms on an H100 with launches of 16 tokens,
-/// and 1.56 ms with two of eight: a warp holds eight tokens in its registers, and the second launch finds the weights in
-/// the L2. Where a group can end in the middle of a chunk, eight tokens lie in shared memory as 16 do.
+/// The most tokens of a launch.
 constexpr int gptq_most_tokens(const GptqSizes& m) {
-  return m.halves_a_group % 2 ? 2 * kGptqRegisterTokens : kGptqRegisterTokens;
+  return m.wide || m.halves_a_group % 2 ? kGptqWideTokens : kGptqRegisterTokens;
 }
 
-/// The plan for up to gptq_most_tokens() tokens, or fewer where shared memory is short. `grid` is 0 where the matrix has
-/// more than kGptqMaxColumns columns or shared memory has no room for one token.
+/// The plan for up to gptq_most_tokens() tokens, or fewer where shared memory is short. `grid` is 0 where the matrix
+/// has more than kGptqMaxColumns columns or shared memory has no room for one token.
 constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t tokens, int turns, int blocks_per_sm,
                              const GptqReserved& reserved, const GptqAhead& ahead_of_many) {
   GptqPlan p{.split = 1,
@@ -236,6 +249,7 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
              .halves_magic = (0x80000000u + std::uint32_t(m.halves_a_group) - 1) / std::uint32_t(m.halves_a_group),
              .digit_bytes = 0,
              .turns = turns,
+             .wide = m.wide,
              .tokens = int(std::min<std::int64_t>(tokens, gptq_most_tokens(m))),
              .token_bits = 0};
   if (m.chunks * kGptqColumns > kGptqMaxColumns) return p;
@@ -322,8 +336,8 @@ inline Status check_gptq_activation(std::string_view op, DType dtype) {
   return with_gptq_activation(op, dtype, [](auto) { return Status(); });
 }
 
-/// The most tokens that a kernel takes. The kernels of eight and sixteen give a token the same bits however many tokens
-/// there are. The kernel of one multiplies activations as digits. Calls of one token take it, because it is faster.
+/// The most tokens that a kernel takes. Each gives a token the same bits however many tokens there are. The kernel of
+/// one multiplies activations as digits. Calls of one token take it, because it is faster.
 enum class GptqTokens { one, eight, sixteen };
 
 /// Chooses a Kernels::kernel<GptqTokens, HalfChunks, Chunks> for a plan. Chunks is the most that a slice may have. The
@@ -354,10 +368,21 @@ inline Status unpacked_gptq(std::string_view op) {
 
 using PackedLaunches = TokenLaunches<GptqPlan>;
 
+/// Whether linear's launches are those of the wide kernel, which reads the weights once for 16 tokens. All launches of
+/// a call are, so that a row's bits do not depend on its place. On an H200 the four products of a layer of Pythia-2.8B,
+/// Llama-3.1-8B and Llama-3.2-1B take 25.3, 75.4 and 22.5 us for 16 tokens; by launches of eight tokens they take 36.0,
+/// 81.1 and 32.0 us. On an RTX 5090 nobody has measured it.
+constexpr bool gptq_is_wide(const Arch& arch, const GptqSizes& m, std::int64_t call_tokens) {
+  return call_tokens > kGptqRegisterTokens && m.halves_a_group % 2 == 0 && !arch.tuning->is_invariant() &&
+         arch.smem_per_block_bytes > 128 << 10 && m.chunks <= kGptqMaxSplit * kGptqParts * kGptqWideChunks;
+}
+static_assert(kH200Tuning.class_of(kGptqRegisterTokens).last == kGptqRegisterTokens);
+
 /// Calls f(first, plan) for every launch of linear's own kernels with a packed GPTQ weight, which takes tokens [first,
 /// first + plan.tokens), and stops at the first Status that is not ok. Refuses a weight of too many columns.
 template <class F>
-Status for_each_gptq_launch(const Arch& arch, const GptqSizes& sizes, std::int64_t tokens, F&& f) {
+Status for_each_gptq_launch(const Arch& arch, GptqSizes sizes, std::int64_t tokens, F&& f) {
+  sizes.wide = gptq_is_wide(arch, sizes, tokens);
   for (std::int64_t first = 0; first < tokens;) {
     const GptqPlan plan = gptq_plan(arch, sizes, tokens - first, kLinearGptqTurns, kLinearGptqBlocksPerSm);
     if (plan.grid == 0)

@@ -12,7 +12,7 @@ class GptqStage {
       : plan_(plan), warp_(warp), code_bytes_(code_bytes) {
     const GptqSlice& slice = warp.slice;
 #pragma unroll
-    for (int i = 0; i < (C.one_token() ? 2 : 3); ++i) {
+    for (int i = 0; i < (C.one_token() ? 2 : (C.chunks + 1) / 2); ++i) {
       const int group = C.one_token() ? min(warp.t + kGptqOneTokenGroups * i, slice.groups - 1)
                                       : gptq_group(plan, 2 * (slice.first + order(2 * i))) - slice.first_group;
       known_[i] = code_bytes + warp.g * 8 + group * kGptqGroupBytes;
@@ -86,33 +86,39 @@ __device__ void multiply_tile(const char* from, const GptqStage<C>& stage, const
 /// every pair of chunks.
 template <bool InPairs, class T, GptqConfig C>
 __device__ void multiply_chunks(const char* from, const GptqStage<C>& stage, const GptqWarp& warp,
-                                const GptqChunkOrder<C>& order, const GptqRegisterX<T, C>& x, float (&sum)[1][4]) {
-  GptqSums sums{};
+                                const GptqChunkOrder<C>& order, const GptqRegisterX<T, C>& x,
+                                float (&sum)[C.octets()][4]) {
+  GptqSums sums[C.octets()] = {};
 #pragma unroll
-  for (int i = 0; i < kGptqMaxChunks; ++i) {
-    if ((!InPairs || i + 1 == kGptqMaxChunks) && i >= warp.slice.count) break;
+  for (int i = 0; i < C.chunks; ++i) {
+    if ((!InPairs || i + 1 == C.chunks) && i >= warp.slice.count) break;
     const uint4 words = stage.codes(from, InPairs ? order(i) : i);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) multiply<T>(words, half, x(i, half), sums);
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int o = 0; o < C.octets(); ++o) multiply<T>(words, half, x(i, half, o), sums[o]);
     if (!order.ends_sum(InPairs, i)) continue;
     const uint2 scale = InPairs ? stage.known_scales(from, i / 2) : stage.scales(from, i, 0);
 #pragma unroll
-    for (int d = 0; d < 4; ++d) sum[0][d] += scaled<T>(scale, d, sums, x.sums(i));
-    sums = {};
+    for (int o = 0; o < C.octets(); ++o) {
+#pragma unroll
+      for (int d = 0; d < 4; ++d) sum[o][d] += scaled<T>(scale, d, sums[o], x.sums(i, o));
+      sums[o] = {};
+    }
   }
 }
 
 template <class T, GptqConfig C>
 __device__ void multiply_tile(const char* from, const GptqStage<C>& stage, const GptqWarp& warp,
                               const GptqChunkOrder<C>& order, bool /*is_first_tile*/, const GptqRegisterX<T, C>& x,
-                              float (&sum)[1][4]) {
+                              float (&sum)[C.octets()][4]) {
   if (order.in_pairs)
     multiply_chunks<true, T, C>(from, stage, warp, order, x, sum);
   else
     multiply_chunks<false, T, C>(from, stage, warp, order, x, sum);
 }
 
-/// multiply_tile() for activations in shared memory, whose sums over each group are made along the way.
+/// multiply_tile() for activations in shared memory, whose sums over each half chunk are made along the way.
 template <class T, GptqConfig C>
 __device__ void multiply_tile(const char* from, const GptqStage<C>& stage, const GptqWarp& warp,
                               const GptqChunkOrder<C>& order, bool /*is_first_tile*/, const GptqSharedX<T, C>& x,
@@ -131,7 +137,6 @@ __device__ void multiply_tile(const char* from, const GptqStage<C>& stage, const
         multiply<T>(words, half, v, sums[o]);
         add_up<T>(v, ones[o]);
       }
-      if (!C.half_chunks && (half == 0 || !order.ends_sum(order.in_pairs, i))) continue;
       const uint2 scale = stage.scales(from, c, half);
 #pragma unroll
       for (int o = 0; o < C.octets(); ++o) {

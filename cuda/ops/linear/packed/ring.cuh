@@ -32,7 +32,7 @@ struct GptqWarp {
         rank(cluster_rank()),
         first_tile(of_cluster.first),
         tiles(of_cluster.count),
-        slice(gptq_slice(plan, (rank - plan.first_rank) * kGptqParts + part)) {}
+        slice(gptq_slice(plan, gptq_part(plan, rank, part))) {}
 };
 
 /// A block's shared memory, as one warp sees it.
