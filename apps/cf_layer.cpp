@@ -42,6 +42,7 @@ struct Options {
   DeviceOptions device;
   bool check = false, whole_model = false, ablate = false, plan = false;
   std::string gpu = "h200";  // with plan
+  std::int64_t gpus = 1;     // that share the layer
 
   bool cuda() const { return backend == "cuda"; }
 };
@@ -283,17 +284,20 @@ Status measure_on_device(const Plan& plan, const DeviceBenchSink& sink) {
 /// Prints the kernels of each layer and kv_len on a GPU that need not be there. A cache has kv_len entries.
 int print_plans(const Options& o, const Plan& plan) {
   const ModelConfig& m = plan.source->config();
+  const Result<ModelSpec> part = m.spec().of_rank(0, o.gpus);
+  if (!part) return fail(part.status());
+  const std::string gpus = o.gpus > 1 ? fmt::format("one of {} {}", o.gpus, o.gpu) : o.gpu;
   for (std::int64_t layer : plan.layers)
     for (std::int64_t kv_len : plan.kv_lens) {
       const Result<std::string> text = step_plan_text(
-          o.gpu, {.model = m.spec(),
+          o.gpu, {.model = *part,
                   .dtype = m.dtype,
                   .linears = plan.source->linears(),
                   .sizes = {.batch = o.batch, .q_len = o.q_len, .table_rows = kv_len, .capacity = kv_len},
                   .layer = layer});
       if (!text) return fail(text.status());
-      fmt::print("{}, layer {}, batch {}, q_len {}, kv_len {} on {}\n{}", m.name, layer, o.batch, o.q_len, kv_len,
-                 o.gpu, *text);
+      fmt::print("{}, layer {}, batch {}, q_len {}, kv_len {} on {}\n{}", m.name, layer, o.batch, o.q_len, kv_len, gpus,
+                 *text);
     }
   return std::fflush(stdout) == 0 ? kOk : fail("standard output: cannot be written");
 }
@@ -394,6 +398,7 @@ int run(int argc, const char* const* argv) {
       "--plan", o.plan,
       "Time nothing: print the kernel of each node of a graph's step, its plan, and why other kernels are not used");
   line.choice("--gpu", o.gpu, plan_gpus(), "The GPU of --plan, which need not be there");
+  line.integer("--gpus", o.gpus, {1, 8}, "GPUs that share each layer: each holds a part of it");
   line.group("Timing");
   line.integer("--runs", o.bench.runs, {1, kMaxRuns}, "Timed runs");
   line.integer("--warmup", o.bench.warmup, {0, kMaxRuns}, "Runs before the timed ones");
@@ -416,6 +421,7 @@ int run(int argc, const char* const* argv) {
   line.needs("--first-layers", "--whole-model");
   line.needs("--ablate", "--whole-model");
   line.needs("--gpu", "--plan");
+  line.needs("--gpus", "--plan");
   line.excludes("--dump", "--whole-model");
   line.check([&](Faults& faults) {
     check_together(o, line, faults);

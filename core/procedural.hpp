@@ -30,12 +30,6 @@ void fill_procedural(void* out, DType dtype, std::int64_t first, std::int64_t co
 /// exchanged data; it is not cryptographic.
 std::uint64_t checksum(const void* data, std::size_t bytes);
 
-/// One layer's weights in memory of its own.
-struct OwnedLayerWeights {
-  LayerWeights weights;
-  std::vector<Tensor> storage;
-};
-
 /// The procedural weights of layer `layer`: each tensor is named "layers.N.<name>", of dtype f16, bf16 or f32. With a
 /// format of 4 or 8 bits every Linear is a GPTQ weight (zero_offset 0; a group_size of -1 is one group of all inputs),
 /// with r = mix(key + (i + 1) * 0x9e3779b97f4a7c15) as above:
@@ -45,12 +39,6 @@ struct OwnedLayerWeights {
 ///   g_idx    k / group_size
 OwnedLayerWeights procedural_layer(const ModelSpec& m, DType dtype, std::int64_t layer, std::uint64_t seed,
                                    WeightFormat linears = {});
-
-/// A whole model's weights in memory of its own.
-struct OwnedModelWeights {
-  ModelWeights weights;
-  std::vector<Tensor> storage;
-};
 
 /// The procedural weights of a model. A tensor's name is that of checkpoints without its base ("gpt_neox.", "model."):
 /// the layers are those of procedural_layer(), and beside them a GPT-NeoX model has "embed_in.weight",

@@ -15,6 +15,7 @@ namespace cf::cpu_ref {
 #include "core/ops/ops.def"
 #include "core/ops/fused.def"
 #include "core/ops/port.def"
+#include "core/ops/ranks.def"
 #undef CF_OP
 
 /// Gives the calling thread's parallel work from now on so many threads, and starts them: memory that is taken later

@@ -3,12 +3,14 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
+#include <numeric>
 #include <optional>
 #include <utility>
 
 #include "cuda/ops/linear/cublaslt/library.hpp"
 #include "cuda/runtime/check.hpp"
 #include "cuda/serve/model.hpp"
+#include "cuda/serve/ranked_model.hpp"
 #include "cuda/step/classes.hpp"
 
 namespace cf::apps {
@@ -32,14 +34,32 @@ Result<cuda::Model::Options> model_options(const DeviceModelOptions& o) {
   return options;
 }
 
+/// The first GPUs.
+std::vector<int> devices_of(const DeviceModelOptions& o) {
+  std::vector<int> devices(static_cast<std::size_t>(o.gpus));
+  std::iota(devices.begin(), devices.end(), 0);
+  return devices;
+}
+
+/// Names the impl that was asked for in what it does not take.
+Status name_impl(const DeviceModelOptions& o, const Status& refused) {
+  if (o.impl == "auto" || refused.code() != Code::unimplemented) return refused;
+  return Status::error(refused.code(), "--impl " + o.impl + ": " + refused.message());
+}
+
 }  // namespace
 
 Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& model, const ModelWeights& weights,
                                           const DeviceModelOptions& o) {
   CF_TRY_ASSIGN(const cuda::Model::Options options, model_options(o));
-  const cuda::ModelBytes bytes = cuda::Model::bytes(model, weights, options);
+  ModelSpec part = model;
+  cuda::ModelBytes bytes = cuda::Model::bytes(model, weights, options);
+  if (o.gpus > 1) {
+    CF_TRY_ASSIGN(part, model.of_rank(0, o.gpus));
+    CF_TRY_ASSIGN(bytes, cuda::RankedModel::bytes(o.gpus, model, weights, options));
+  }
   const cuda::Arch own = device.context().arch(), arch = o.invariant ? cuda::invariant_arch(own) : own;
-  const cuda::Impl impl = options.impl ? *options.impl : cuda::Model::auto_impl(arch, model, weights, options);
+  const cuda::Impl impl = options.impl ? *options.impl : cuda::Model::auto_impl(arch, part, weights, options);
   std::vector<int> bits;  // of packed weights
   for (const LayerWeights& layer : weights.layers)
     for_each_linear(model, layer, [&](const Site&, const LinearParams& l, const LinearSize&) {
@@ -52,7 +72,22 @@ Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& 
       .workspace_bytes = bytes.workspace,
       .impl = std::string(to_string(impl)),
       .step_classes = cuda::to_string(cuda::step_classes(arch, bits)),
-      .run_classes = cuda::to_string(cuda::attention_classes(arch, s.head_dim, s.num_heads / s.num_kv_heads))};
+      .run_classes = cuda::to_string(cuda::attention_classes(arch, s.head_dim, s.num_heads / s.num_kv_heads)),
+      .query_classes = cuda::to_string(cuda::query_classes(arch,
+                                                           {.batch = 1,
+                                                            .q_len = 1,
+                                                            .heads = s.num_heads,
+                                                            .kv_heads = s.num_kv_heads,
+                                                            .head_dim = s.head_dim,
+                                                            .capacity = o.capacity,
+                                                            .max_kv_len = o.capacity,
+                                                            .window = {.keys = model.traits.window}},
+                                                           weights.embed_in.dtype))};
+}
+
+std::int64_t gpu_count() {
+  int count = 0;
+  return cuda::from_cuda(cudaGetDeviceCount(&count), "cudaGetDeviceCount") ? count : 0;
 }
 
 Result<double> free_device_bytes(DeviceTimer&) {
@@ -64,17 +99,22 @@ Result<double> free_device_bytes(DeviceTimer&) {
 Status check_device_memory(DeviceTimer&, const std::string& name, const ModelSpec& model, const ModelWeights& weights,
                            const DeviceModelOptions& o) {
   CF_TRY_ASSIGN(const cuda::Model::Options options, model_options(o));
+  if (o.gpus > 1) return cuda::RankedModel::check_memory(devices_of(o), name, model, weights, options);
   return cuda::Model::check_memory(name, model, weights, options);
 }
 
 Result<DeviceModel> open_device_model(DeviceTimer& device, const std::string& name, const ModelSpec& model,
                                       const ModelWeights& weights, const DeviceModelOptions& o) {
   CF_TRY_ASSIGN(const cuda::Model::Options options, model_options(o));
-  Result<std::unique_ptr<cuda::Model>> made = cuda::Model::create(device.context(), name, model, weights, options);
-  if (!made) {
-    if (!options.impl || made.status().code() != Code::unimplemented) return made.status();
-    return Status::error(made.status().code(), "--impl " + o.impl + ": " + made.status().message());
+  if (o.gpus > 1) {
+    Result<std::unique_ptr<cuda::RankedModel>> ranked =
+        cuda::RankedModel::create(devices_of(o), name, model, weights, options);
+    if (!ranked) return name_impl(o, ranked.status());
+    std::string impl(to_string((*ranked)->impl()));
+    return DeviceModel{std::move(*ranked), std::move(impl)};
   }
+  Result<std::unique_ptr<cuda::Model>> made = cuda::Model::create(device.context(), name, model, weights, options);
+  if (!made) return name_impl(o, made.status());
   std::string impl(to_string((*made)->impl()));
   return DeviceModel{std::move(*made), std::move(impl)};
 }

@@ -16,6 +16,7 @@ namespace cf::apps {
 /// How a GPU runs a model.
 struct DeviceModelOptions {
   std::int64_t slots = 1, capacity = 2048, chunk = 2048;
+  std::int64_t gpus = 1;      // that share the model: the first ones
   std::string impl = "auto";  // of steps: the name of a cuda::Impl, or auto for the fastest that takes them
   // As cuda::Model::Options has them.
   bool invariant = false;
@@ -23,20 +24,24 @@ struct DeviceModelOptions {
   std::int64_t pages = 0, page_entries = 64;
 };
 
-/// What a model takes of a device, and how its steps run.
+/// What a model takes of each GPU, and how its steps run.
 struct DeviceModelPlan {
   double weights_bytes = 0, cache_bytes = 0, workspace_bytes = 0;
   std::string impl;
   /// The tokens of steps, and of runs, in ranges within which a row has the same bits: "1 to 8, 9 to 128, 129 or more".
-  /// Of steps for all but attention, of runs for attention.
-  std::string step_classes, run_classes;
+  /// Of steps for all but attention, of runs for attention, and of the queries of a launch where runs are short.
+  std::string step_classes, run_classes, query_classes;
 
   double bytes() const { return weights_bytes + cache_bytes + workspace_bytes; }
 };
 
-/// Plans a model on the timer's device. It reads the weights' formats, dtypes and shapes alone.
+/// Plans a model on the timer's device, or on several like it. It reads the weights' formats, dtypes and shapes alone.
+/// Refuses sizes that several GPUs cannot share.
 Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& model, const ModelWeights& weights,
                                           const DeviceModelOptions& options);
+
+/// The number of GPUs.
+std::int64_t gpu_count();
 
 /// The bytes of the device's memory that are free.
 Result<double> free_device_bytes(DeviceTimer& device);
@@ -52,8 +57,9 @@ struct DeviceModel {
   std::string impl;  // of steps
 };
 
-/// Copies the weights to the device and takes memory for cache and activations there. Refuses what
-/// cuda::Model::create() refuses; what an impl that was asked for does not take is refused by its name.
+/// Copies the weights to the device and takes memory for cache and activations there; with several GPUs, to each its
+/// part. Refuses what cuda::Model::create() and cuda::RankedModel::create() refuse; what an impl that was asked for does
+/// not take is refused by its name.
 Result<DeviceModel> open_device_model(DeviceTimer& device, const std::string& name, const ModelSpec& model,
                                       const ModelWeights& weights, const DeviceModelOptions& options);
 

@@ -23,6 +23,7 @@ Result<DeviceModelPlan> plan_device_model(DeviceTimer&, const ModelSpec&, const 
                                           const DeviceModelOptions&) {
   return no_cuda();
 }
+std::int64_t gpu_count() { return 0; }
 Result<double> free_device_bytes(DeviceTimer&) { return no_cuda(); }
 Status check_device_memory(DeviceTimer&, const std::string&, const ModelSpec&, const ModelWeights&,
                            const DeviceModelOptions&) {

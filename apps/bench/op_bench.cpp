@@ -215,6 +215,7 @@ Result<std::vector<OpTiming>> time_op(DeviceTimer& timer, const OpBenchRequest& 
 #include "core/ops/fused.def"
 #include "core/ops/ops.def"
 #include "core/ops/port.def"
+#include "core/ops/ranks.def"
 #undef CF_OP
 
   cuda::Context& context = timer.context();

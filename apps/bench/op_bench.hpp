@@ -40,7 +40,7 @@ concept HoldsLinear = requires(typename Op::Args args) {
   args.linear;
 };
 
-/// The names of all ops of ops.def, fused.def and port.def, and of those among them that hold a Linear.
+/// The names of all ops of ops.def, fused.def, port.def and ranks.def, and of those among them that hold a Linear.
 std::vector<std::string_view> op_names();
 std::vector<std::string_view> linear_op_names();
 

@@ -11,6 +11,7 @@ std::vector<std::string_view> op_names() {
 
 #include "core/ops/fused.def"
 #include "core/ops/port.def"
+#include "core/ops/ranks.def"
 #undef CF_OP
   };
 }
@@ -23,6 +24,7 @@ std::vector<std::string_view> linear_op_names() {
 
 #include "core/ops/fused.def"
 #include "core/ops/port.def"
+#include "core/ops/ranks.def"
 #undef CF_OP
   return names;
 }

@@ -27,6 +27,7 @@ Options with_cache(Options options, const ModelOptions& o, std::int64_t slots, s
   options.capacity = capacity;
   options.chunk = o.chunk_tokens();
   options.invariant = o.invariant;
+  if constexpr (requires { options.gpus; }) options.gpus = o.gpus;
   options.window = o.window;
   options.sinks = o.sinks;
   options.pages = o.pages;
@@ -66,19 +67,25 @@ void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
   line.choice("--backend,--device", o.backend, {"cpu", "cuda"}, "What runs the model");
   line.choice("--impl", o.impl, {"auto", "unfused", "graph", "split", "layer", "persistent"},
               "How a step of all slots is launched, auto for the fastest that takes it (cuda)");
+  line.integer("--gpus", o.gpus, {1, kMostGpus},
+               "GPUs that share the model, the first ones: each holds a part of every layer (cuda)");
   line.flag("--invariant", o.invariant,
             "Give a token the same bits whatever else is in its step: its chunk, its neighbours, the number of slots");
   line.check([&line, &o](Faults& faults) {
     for (const char* option : {"--activation", "--threads"})
       if (o.cuda() && line.given(option)) faults.add(fmt::format("{}: expected with --backend cpu", option));
     if (!o.cuda() && line.given("--impl")) faults.add("--impl: expected with --backend cuda");
+    if (!o.cuda() && line.given("--gpus") && !line.given("--plan")) faults.add("--gpus: expected with --backend cuda");
+    if (o.cuda() && o.gpus > 1 && o.gpus > gpu_count())
+      faults.add(fmt::format("--gpus: expected at most the {} of this machine, got {}", gpu_count(), o.gpus));
     if (const auto backend = choose_backend(o.backend); !backend) faults.add(backend.status());
   });
   if (!runs) return;
   line.dtype("--activation", o.activation, {DType::f32, DType::f64},
              "Activations, float32 when left out; float64 is the oracle (cpu)");
-  line.integer("--chunk", o.chunk, {1, most_chunk},
-               "Tokens of a prompt that go through the model at once, 512 when left out, on a GPU 2048");
+  line.integer(
+      "--chunk", o.chunk, {1, most_chunk},
+      "Tokens of a prompt that go through the model at once, 512 when left out, on a GPU 2048 but for streams");
   line.integer("--threads", o.threads, {1, kMostThreads}, "Threads (cpu)");
 }
 
@@ -188,7 +195,7 @@ Result<double> cache_bytes_of(const ModelOptions& o, std::int64_t slots, std::in
 }
 
 std::string describe_machine(const ModelOptions& o, const RunningModel& running) {
-  if (running.device) return running.device->info().name;
+  if (running.device) return (o.gpus > 1 ? fmt::format("{} x ", o.gpus) : "") + running.device->info().name;
   return fmt::format("{} threads of {}", o.threads, cpu_name());
 }
 

@@ -20,7 +20,7 @@
 namespace cf::apps {
 
 /// kSlots: prompts that decode at once where nothing else is said.
-inline constexpr std::int64_t kMaxSlots = 1024, kSlots = 64, kMaxCapacity = 1 << 20;
+inline constexpr std::int64_t kMaxSlots = 1024, kSlots = 64, kMaxCapacity = 1 << 20, kMostGpus = 8;
 
 /// The options that choose a model and how it runs.
 struct ModelOptions {
@@ -38,12 +38,15 @@ struct ModelOptions {
   std::optional<std::int64_t> step_tokens;
   bool share_prefixes = false;
 
+  std::int64_t gpus = 1;  // that share the model
+
   bool cuda() const { return backend == "cuda"; }
-  /// Every chunk reads all weights. A larger one takes more memory for activations.
-  std::int64_t chunk_tokens() const { return chunk.value_or(cuda() ? 2048 : 512); }
+  /// Every chunk reads all weights. A larger one takes more memory for activations, and a stream's cache has room for one
+  /// beside its window.
+  std::int64_t chunk_tokens() const { return chunk.value_or(cuda() && window == 0 ? 2048 : 512); }
 };
 
-/// Declares --model, --preset, --dtype, --quant, --group, --weights-seed, --backend, --impl and --invariant; with `runs`
+/// Declares --model, --preset, --dtype, --quant, --group, --weights-seed, --backend, --impl, --gpus and --invariant; with `runs`
 /// --activation, --chunk and --threads, too. Refuses options of the other backend, and a backend that is not there.
 void declare_model(CommandLine& line, ModelOptions& o, bool runs = true);
 
@@ -96,6 +99,7 @@ void add_machine(Json& report, const ModelOptions& o, const RunningModel& runnin
   if (running.device) {
     add_device(report, running.device->info());
     report["impl"] = running.impl;
+    if (o.gpus > 1) report["gpus"] = o.gpus;
   } else {
     report["cpu"] = cpu_name();
     report["threads"] = o.threads;

@@ -95,7 +95,10 @@ int Info::run() {
   add("intermediate_size", std::to_string(m.intermediate_size));
   add("vocab_size", fmt::format("{}{}", m.vocab_size, m.tie_word_embeddings ? ", tied" : ""));
   add("max_position_embeddings", std::to_string(m.max_position_embeddings));
-  if (m.sliding_window) add("sliding_window", fmt::format("{} keys that a token sees", m.sliding_window));
+  const auto full = std::ranges::count(m.full_layers, true);
+  if (m.sliding_window)
+    add("sliding_window", fmt::format("{} keys that a token sees{}", m.sliding_window,
+                                      full ? fmt::format(", and all keys in {} layers", full) : ""));
   add("residual", m.use_parallel_residual ? "parallel" : "sequential");
   add("activation", std::string(to_string(m.hidden_act)));
   add("parameters", fmt::format("{:.3f} M", double(m.num_parameters()) * 1e-6));
@@ -103,26 +106,32 @@ int Info::run() {
   if (!outline) return fail(outline.status());
   print_notes(outline->notes);
   const ModelSpec spec = m.spec();
-  if (plan_) return print_plan(spec, *outline, m.name, gpu_, m.most_positions());
+  if (plan_) {
+    const Result<ModelSpec> part = spec.of_rank(0, model_.gpus);
+    if (!part) return fail(part.status());
+    return print_plan(*part, *outline, m.name, gpu_, m.most_positions());
+  }
   std::optional<DeviceTimer> device;
   if (model_.cuda()) {
     Result<DeviceTimer> created = DeviceTimer::create();
     if (!created) return fail(created.status());
     device = std::move(*created);
   }
-  const auto plan = [&](std::int64_t slots, std::int64_t capacity) {
+  const auto plan = [&](std::int64_t slots, std::int64_t capacity, std::int64_t gpus) {
     return plan_device_model(
         *device, spec, outline->weights,
-        {.slots = slots, .capacity = capacity, .impl = model_.impl, .invariant = model_.invariant});
+        {.slots = slots, .capacity = capacity, .gpus = gpus, .impl = model_.impl, .invariant = model_.invariant});
   };
-  const auto needs = [&](std::int64_t slots, std::int64_t capacity) -> Result<Needs> {
+  // On each of the GPUs that share the model.
+  const auto needs_on = [&](std::int64_t slots, std::int64_t capacity, std::int64_t gpus) -> Result<Needs> {
     if (!device) {
       const cpu_ref::ModelBytes b = cpu_ref::Model::bytes(spec, {.slots = slots, .capacity = capacity});
       return Needs{double(outline->bytes()), b.cache, b.workspace};
     }
-    CF_TRY_ASSIGN(const DeviceModelPlan p, plan(slots, capacity));
+    CF_TRY_ASSIGN(const DeviceModelPlan p, plan(slots, capacity, gpus));
     return Needs{p.weights_bytes, p.cache_bytes, p.workspace_bytes};
   };
+  const auto needs = [&](std::int64_t slots, std::int64_t capacity) { return needs_on(slots, capacity, model_.gpus); };
   // One slot that reaches as far as the model's positions.
   const std::int64_t entries = m.most_positions();
   const Result<Needs> one = needs(1, entries), twice = needs(1, 2 * entries);
@@ -143,21 +152,33 @@ int Info::run() {
     if (!free_there) return fail(free_there.status());
     free = *free_there;
     const Result<std::string> impls = impls_by_slots([&](std::int64_t slots) -> Result<std::string> {
-      CF_TRY_ASSIGN(const DeviceModelPlan p, plan(slots, entries));
+      CF_TRY_ASSIGN(const DeviceModelPlan p, plan(slots, entries, model_.gpus));
       return p.impl;
     });
     if (!impls) return fail(impls.status());
     add("impl", *impls);
     add("products of many tokens", product_library());
-    const Result<DeviceModelPlan> of_one = plan(1, entries);
+    const Result<DeviceModelPlan> of_one = plan(1, entries, model_.gpus);
     if (!of_one) return fail(of_one.status());
     add("a row's bits are the same", fmt::format("in steps of {} tokens", of_one->step_classes));
     add("in attention", fmt::format("in runs of {} tokens", of_one->run_classes));
+    if (!model_.invariant)
+      add("in attention of the shortest runs",
+          fmt::format("beside others, {} in all, in caches of {} entries", of_one->query_classes, entries));
   }
   add("free memory", fmt::format("{:.1f} MB", free * 1e-6));
   // What was planned for one slot can be planned for more.
   const std::int64_t slots = slots_that_fit([&](std::int64_t n) { return needs(n, entries)->total(); }, free);
-  add("slots that fit", fmt::format("{} of {} entries", slots, entries));
+  add(model_.gpus > 1 ? fmt::format("slots that fit on {} GPUs", model_.gpus) : "slots that fit",
+      fmt::format("{} of {} entries", slots, entries));
+  for (std::int64_t gpus = 2; device && model_.gpus == 1 && gpus <= kMostGpus; gpus *= 2) {
+    const Result<Needs> first = needs_on(1, entries, gpus);
+    const auto on_each = [&](std::int64_t n) { return needs_on(n, entries, gpus)->total(); };
+    add(fmt::format("on {} GPUs like this", gpus),
+        first ? fmt::format("{:.1f} MB of weights on each, {} slots of {} entries", first->weights * 1e-6,
+                            slots_that_fit(on_each, free), entries)
+              : first.status().message());
+  }
   table.print(stdout);
   if (std::fflush(stdout) != 0) return fail("standard output: cannot be written");
   return kOk;

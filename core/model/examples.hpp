@@ -33,6 +33,10 @@ inline Example<Linear> make(For<Linear>, Model m, Load w) {
   return {{w.tokens(), m.shape.hidden_size, m.shape.intermediate_size, false, {}, rows_of_output(epilogue)},
           {.epilogue = epilogue}};
 }
+/// The hidden states of three ranks.
+inline Example<AllReduce> make(For<AllReduce>, Model m, Load w) {
+  return {{3, 3, w.tokens(), m.shape.hidden_size}, {.ranks = 3}};
+}
 /// The layer's two products whose results are added to the hidden state.
 inline Example<LinearSum> make(For<LinearSum>, Model m, Load w) {
   return {{w.tokens(), m.shape.attention_size(), m.shape.intermediate_size, m.shape.hidden_size}, {}};

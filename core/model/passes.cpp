@@ -9,6 +9,10 @@ namespace {
 
 using Nodes = std::vector<Node>;
 
+/// The sums over the ranks, which no family has a module for.
+constexpr Site kAttentionSum{"attention.all_reduce", "attention.all_reduce"},
+    kMlpSum{"mlp.all_reduce", "mlp.all_reduce"};
+
 bool has(const std::vector<const void*>& tensors, const void* tensor) {
   return std::ranges::find(tensors, tensor) != tensors.end();
 }
@@ -143,6 +147,24 @@ Program with_rms_linear(Program program, const Wanted& wanted) {
     const auto& linear = std::get<ops::Linear::Args>(nodes[*product].call);
     return Fusion{{i, *product}, make_node(nodes[*product].at, ops::RmsLinear::of_parts(*norm, linear))};
   });
+}
+
+Program with_all_reduce(Program program, const ModelSpec& m) {
+  if (m.ranks == 1) return program;
+  Program summed;
+  for (Node& node : program.nodes) {
+    const SiteId site = node.at.site.id;
+    const bool is_summed =
+        site == SiteId::dense_4h_to_h || (site == SiteId::dense && m.traits.residual == Residual::sequential);
+    const AnyView<2> y = is_summed ? std::get<ops::Linear::Args>(node.call).y : AnyView<2>();
+    ModelSite at = node.at;
+    summed.nodes.push_back(std::move(node));
+    if (!is_summed) continue;
+    at.site = site == SiteId::dense ? kAttentionSum : kMlpSum;
+    const ConstAnyView<3> part(y.data, {1, y.shape[0], y.shape[1]}, y.dtype);
+    summed.nodes.push_back(make_node(at, ops::AllReduce::Args{.x = part, .y = y, .ranks = m.ranks}));
+  }
+  return summed;
 }
 
 Program with_rms_qkv(Program program, const Wanted& wanted) {

@@ -22,6 +22,10 @@ Program with_ln_qkv(Program program, const Wanted& wanted = always);
 Program with_linear_sum(Program program, const Wanted& wanted = always);
 /// RmsLinear, at the product, in the place of RmsNorm and of the product behind it.
 Program with_rms_linear(Program program, const Wanted& wanted = always);
+/// Of a rank that shares a model with others, AllReduce behind each product whose result is summed over the ranks, in the
+/// place of that result: mlp.dense_4h_to_h and, with a sequential residual, attention.dense. The program of a model on
+/// one rank stays as it is. This pass comes before the others.
+Program with_all_reduce(Program program, const ModelSpec& m);
 /// RmsQkv, at kv_append, in the place of RmsLinear and of the RopeAppend of what it makes. Its q, k and v are separate.
 Program with_rms_qkv(Program program, const Wanted& wanted = always);
 

@@ -25,7 +25,7 @@ struct CallOf<std::tuple<Ops...>> {
 };
 }  // namespace detail
 
-/// A call of any op of ops.def or fused.def: the op's Args.
+/// A call of any op of ops.def, fused.def or ranks.def: the op's Args.
 using Call = detail::CallOf<ops::Every>::type;
 
 /// A call in a step: where it stands, and the tensors that it reads and writes, each known by its first byte. A tensor

@@ -8,6 +8,7 @@
 
 #include "core/model/names.hpp"
 #include "core/model/shape.hpp"
+#include "core/tensor.hpp"
 #include "core/tensor_spec.hpp"
 #include "core/weights.hpp"
 
@@ -31,6 +32,18 @@ struct ModelWeights {
   std::vector<LayerWeights> layers{};  // num_layers
   NormParams final_layer_norm{};
   LinearParams embed_out{};  // (vocab, hidden), no bias; where the embeddings are tied, a view of embed_in
+};
+
+/// One layer's weights in memory of its own.
+struct OwnedLayerWeights {
+  LayerWeights weights;
+  std::vector<Tensor> storage;
+};
+
+/// A whole model's weights in memory of its own.
+struct OwnedModelWeights {
+  ModelWeights weights;
+  std::vector<Tensor> storage;
 };
 
 /// The rows and columns of a Linear's matrix, and whether the model gives it a bias.

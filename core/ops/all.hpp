@@ -1,6 +1,7 @@
 #pragma once
 #include <tuple>
 
+#include "core/ops/all_reduce.hpp"
 #include "core/ops/append_rows.hpp"
 #include "core/ops/attention.hpp"
 #include "core/ops/decode_layer.hpp"
@@ -40,6 +41,12 @@ using Fused = detail::Tail<void
 #include "core/ops/fused.def"
 #undef CF_OP
                            >::type;
+/// Every op of ranks.def.
+using Ranks = detail::Tail<void
+#define CF_OP(Op) , Op
+#include "core/ops/ranks.def"
+#undef CF_OP
+                           >::type;
 /// Every op of port.def.
 using Port = detail::Tail<void
 #define CF_OP(Op) , Op
@@ -47,7 +54,7 @@ using Port = detail::Tail<void
 #undef CF_OP
                           >::type;
 /// What a program may have.
-using Every = decltype(std::tuple_cat(All{}, Fused{}));
+using Every = decltype(std::tuple_cat(All{}, Fused{}, Ranks{}));
 /// Every op that has a contract and an oracle.
 using Contracts = decltype(std::tuple_cat(Every{}, Port{}));
 }  // namespace cf::ops

@@ -17,16 +17,18 @@ struct TokenRows {
 ///   k_rows[last, h * head_dim : (h + 1) * head_dim] = k[0, h, :]
 ///   k_cache[0, h, j, :] = k_rows[j, h * head_dim : (h + 1) * head_dim]     first <= j <= last
 /// for every kv head h, and v likewise. With is_appended the cache has entry `last` already, which is not written
-/// again: attention may read it at the same time. The rest of the cache and of the rows keeps its bits.
+/// again: attention may read it at the same time. The rest of the cache and of the rows keeps its bits. A cache in pages
+/// is KvAppend's.
 /// Source: ClusterFusion's decoder layers, whose callers grow a cache of rows by themselves.
-/// Refuses runs, pages and windows; rows other than 0 <= first <= last, with `last` beyond the rows or the cache's
-/// capacity; and a kv_len that is not last + 1, where the host can read it.
+/// Refuses runs and windows; rows other than 0 <= first <= last, with `last` beyond the rows or the cache's capacity;
+/// where the host can read them, a kv_len that is not last + 1, and pages that KvAppend refuses.
 struct AppendRows {
   static constexpr std::string_view name = "append_rows";
   struct Dims {
     std::int64_t rows, kv_heads, head_dim, capacity;
     std::int64_t copied = 0;   // rows before the new one that become entries
     bool is_appended = false;  // the cache has the new token's entry
+    PageSizes pool{};          // the cache's pages; none: it is contiguous
     /// Whether anything of the cache is written.
     bool writes_cache() const { return copied > 0 || !is_appended; }
   };
@@ -40,14 +42,21 @@ struct AppendRows {
   static Dims dims(const Args& a) {
     const auto& [k, v, first, last] = a.rows;
     const std::int64_t copied = 0 <= first && first <= last ? last - first : 0;
-    return {k.shape[0], a.append.k.shape[1], a.append.k.shape[2], a.append.k_cache.shape[2], copied, a.is_appended};
+    return {k.shape[0], a.append.k.shape[1], a.append.k.shape[2], cache_capacity(a.append),
+            copied,     a.is_appended,       page_sizes(a.append)};
   }
   /// A cache that is not written is no tensor of the call.
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    KvAppend::tensors({.batch = 1, .q_len = 1, .kv_heads = d.kv_heads, .head_dim = d.head_dim, .capacity = d.capacity},
+    KvAppend::tensors({.batch = 1,
+                       .q_len = 1,
+                       .kv_heads = d.kv_heads,
+                       .head_dim = d.head_dim,
+                       .capacity = d.capacity,
+                       .pool = d.pool},
                       a.append, [&](const TensorSpec& t, auto& view, const auto& shape) {
-                        if (t.role != Role::state || d.writes_cache()) f(t, view, shape);
+                        if ((t.role != Role::state && t.role != Role::page_table) || d.writes_cache())
+                          f(t, view, shape);
                       });
     f(TensorSpec{Role::state, "k_rows"}, a.rows.k, extents(d.rows, d.kv_heads * d.head_dim));
     f(TensorSpec{Role::state, "v_rows"}, a.rows.v, extents(d.rows, d.kv_heads * d.head_dim));
@@ -55,8 +64,7 @@ struct AppendRows {
   static Status check(const Args& a) {
     CF_TRY(check_tensors<AppendRows>(a));
     if (!a.append.runs.empty()) return bad_argument(name, "runs must be empty: the rows are one token's");
-    if (a.append.page_table || a.append.window)
-      return bad_argument(name, "page_table and window must be empty: the cache is contiguous and keeps all entries");
+    if (a.append.window) return bad_argument(name, "window must be empty: the cache keeps all entries");
     const Dims d = dims(a);
     const auto& [k, v, first, last] = a.rows;
     if (first < 0 || first > last)
@@ -103,7 +111,8 @@ struct AppendRows {
                             .v = tokens(a.rows.v),
                             .kv_len = {&length, {1}},
                             .k_cache = a.append.k_cache,
-                            .v_cache = a.append.v_cache});
+                            .v_cache = a.append.v_cache,
+                            .page_table = a.append.page_table});
   }
 };
 

@@ -222,7 +222,7 @@ Status ResidentWeights::load_layer(std::int64_t layer, const LayerWeights& sourc
 }
 
 Result<ResidentWeights> ResidentWeights::load(const Context& context, const ModelSpec& spec, DType dtype,
-                                              const ModelWeights& model) {
+                                              const ModelWeights& model, const LayerOf& layer_of) {
   CF_TRY(check_layer_count(spec, model));
   CF_TRY_ASSIGN(ResidentWeights weights,
                 create(context, spec, dtype, {0, spec.shape.num_layers}, model.layers.front()));
@@ -255,8 +255,14 @@ Result<ResidentWeights> ResidentWeights::load(const Context& context, const Mode
     }
   });
   CF_TRY(status);
-  for (std::int64_t layer = 0; layer < spec.shape.num_layers; ++layer)
-    CF_TRY(weights.load_layer(layer, model.layers[std::size_t(layer)]));
+  for (std::int64_t layer = 0; layer < spec.shape.num_layers; ++layer) {
+    if (!layer_of) {
+      CF_TRY(weights.load_layer(layer, model.layers[std::size_t(layer)]));
+      continue;
+    }
+    CF_TRY_ASSIGN(const OwnedLayerWeights made, layer_of(layer));
+    CF_TRY(weights.load_layer(layer, made.weights));
+  }
   return weights;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "core/model/layer.hpp"
@@ -40,8 +41,11 @@ class ResidentWeights {
   /// Takes memory for a whole model and copies its weights there: the embedding, all layers, the final LayerNorm and
   /// the LM head, which is the embedding itself where the model's embeddings are tied. Refuses what create() and
   /// load_layer() refuse, a number of layers that is not num_layers, and shapes and dtypes that are not the model's.
+  /// With `layer_of` each layer's weights are what it makes, one layer at a time; those of `model` say which Linears are
+  /// quantised.
+  using LayerOf = std::function<Result<OwnedLayerWeights>(std::int64_t layer)>;
   static Result<ResidentWeights> load(const Context& context, const ModelSpec& spec, DType dtype,
-                                      const ModelWeights& model);
+                                      const ModelWeights& model, const LayerOf& layer_of = {});
   /// The weights of a whole model where they lie in the device's memory, without a copy: dense, or packed with the
   /// pack_hint() of their Linear. Their owner keeps the memory for as long as this object lives, and orders what it
   /// writes there with the steps that read it. Refuses what load() refuses, quantised weights that are not packed

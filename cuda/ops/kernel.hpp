@@ -131,6 +131,7 @@ Result<Choice> choose_from(std::span<const Kernel<Args>> kernels, const Target& 
 #define CF_OP(Op) std::span<const Kernel<ops::Op::Args>> kernels_of(const ops::Op::Args&);
 #include "core/ops/fused.def"
 #include "core/ops/ops.def"
+#include "core/ops/ranks.def"
 #undef CF_OP
 
 /// Groups that go to one kernel together, and those that are left, the longest runs first.

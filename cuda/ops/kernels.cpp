@@ -28,6 +28,7 @@ std::vector<Kernel<Args>> kernels() {
   }
 #include "core/ops/fused.def"
 #include "core/ops/ops.def"
+#include "core/ops/ranks.def"
 #undef CF_OP
 
 }  // namespace cf::cuda

@@ -1,5 +1,6 @@
 #pragma once
 // The plans of kernels.def, and their functions. Private to cuda.
+#include "cuda/ops/all_reduce/all_reduce.hpp"
 #include "cuda/ops/attention/attention.hpp"
 #include "cuda/ops/attention/kv_append.hpp"
 #include "cuda/ops/embedding/embedding.hpp"

@@ -17,6 +17,7 @@ Target target_of(const LaunchList& launches) {
   Status run(const ops::Op::Args& args, Context& context) { return run_prepared(args, context); }
 #include "core/ops/fused.def"
 #include "core/ops/ops.def"
+#include "core/ops/ranks.def"
 #undef CF_OP
 
 }  // namespace cf::cuda

@@ -20,6 +20,7 @@ namespace cf::cuda {
 #define CF_OP(Op) Status run(const ops::Op::Args&, Context&);
 #include "core/ops/fused.def"
 #include "core/ops/ops.def"
+#include "core/ops/ranks.def"
 #undef CF_OP
 
 /// The same checks and plans without a launch: the op's launches are added to the list, to be submitted later and as
@@ -27,6 +28,7 @@ namespace cf::cuda {
 #define CF_OP(Op) Status prepare(const ops::Op::Args&, LaunchList&);
 #include "core/ops/fused.def"
 #include "core/ops/ops.def"
+#include "core/ops/ranks.def"
 #undef CF_OP
 
 }  // namespace cf::cuda

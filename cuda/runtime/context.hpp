@@ -6,6 +6,8 @@ struct CUstream_st;  // cudaStream_t is a pointer to it
 
 namespace cf::cuda {
 
+struct Peers;  // cuda/comm/peers.hpp
+
 /// A device and a stream to run on. Not shared between threads; any number may exist side by side.
 class Context {
  public:
@@ -25,6 +27,10 @@ class Context {
   const Arch& arch() const { return arch_; }
   /// Makes plans as for another device, to try them on this one.
   void set_plan_arch(const Arch& arch) { arch_ = arch; }
+  /// What kernels know of the other ranks, where the context is that of a rank which shares a model; null where it is
+  /// none. A Communicator owns it.
+  const Peers* peers() const { return peers_; }
+  void set_peers(const Peers* peers) { peers_ = peers; }
   /// Whether a kernel may start before its predecessor is done (programmatic dependent launch). Every op then waits
   /// before it touches its activations, but reads its weights ahead: they must not be written by work on the stream
   /// that is still running.
@@ -36,6 +42,7 @@ class Context {
   CUstream_st* stream_ = nullptr;
   Arch arch_ = kH200;
   bool overlap_ = false;
+  const Peers* peers_ = nullptr;
 };
 
 }  // namespace cf::cuda

@@ -50,10 +50,11 @@ class LaunchList {
   /// An empty list for the context's device and launch plans. An op that wants scratch memory does without where
   /// there is none or too little. Ops plan their launches for the mode.
   explicit LaunchList(const Context& context, Scratch scratch = {}, const LaunchMode& mode = {})
-      : arch_(context.arch()), device_(context.device()), scratch_(scratch), mode_(mode) {}
+      : arch_(context.arch()), device_(context.device()), peers_(context.peers()), scratch_(scratch), mode_(mode) {}
 
   const Arch& arch() const { return arch_; }
   int device() const { return device_; }
+  const Peers* peers() const { return peers_; }  // of the context
   bool empty() const { return launches_.empty(); }
   std::size_t size() const { return launches_.size(); }
   const Scratch& scratch() const { return scratch_; }
@@ -119,6 +120,7 @@ class LaunchList {
   };
   Arch arch_;
   int device_;
+  const Peers* peers_;
   Scratch scratch_;
   LaunchMode mode_;
   bool uses_scratch_ = false, trusts_addresses_ = false, has_calls_ = false;

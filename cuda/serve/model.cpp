@@ -5,8 +5,10 @@
 
 #include "core/cache_view.hpp"
 #include "core/call_groups.hpp"
+#include "core/model/ranks.hpp"
 #include "core/model/streams.hpp"
 #include "core/resources.hpp"
+#include "cuda/comm/peers.hpp"
 #include "cuda/ops/any_cache.hpp"
 #include "cuda/serve/model_state.hpp"
 #include "cuda/step/fastest_impl.hpp"
@@ -181,6 +183,28 @@ Status Model::check_memory(const std::string& name, const ModelSpec& m, const Mo
 
 Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::string& name, const ModelSpec& spec,
                                              const ModelWeights& host, const Options& options) {
+  if (on.peers()) return create_rank(on, name, spec, host, options);
+  return create(on, name, spec, host, options, {});
+}
+
+Result<std::unique_ptr<Model>> Model::create_rank(const Context& on, const std::string& name, const ModelSpec& whole,
+                                                  const ModelWeights& host, const Options& options) {
+  const std::int64_t rank = on.peers()->rank, ranks = on.peers()->layout.ranks;
+  CF_TRY(check_model_weights(whole, host));
+  if (options.in_place)
+    return Status::error(Code::unimplemented, "model: in_place: a model on several GPUs copies its weights");
+  if (options.impl && !has_ops(*options.impl))
+    return Status::error(Code::unimplemented, "model: a model on several GPUs takes the impls unfused and graph, got " +
+                                                  std::string(to_string(*options.impl)));
+  CF_TRY_ASSIGN(const ModelSpec part, whole.of_rank(rank, ranks));
+  CF_TRY_ASSIGN(const ModelWeights outline, outline_of_rank(whole, host, rank, ranks));
+  return create(on, name, part, outline, options,
+                [&](std::int64_t layer) { return layer_of_rank(whole, host.layers[std::size_t(layer)], rank, ranks); });
+}
+
+Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::string& name, const ModelSpec& spec,
+                                             const ModelWeights& host, const Options& options,
+                                             const ResidentWeights::LayerOf& layer_of) {
   CF_TRY(check_model_weights(spec, host));
   constexpr std::int64_t most = std::int64_t(1) << 26;
   CF_TRY(check_sizes({{"slots", options.slots, kMaxSlots}, {"chunk", options.chunk, most}}));
@@ -199,8 +223,8 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   context.set_overlap(true);
   if (o.invariant) context.set_plan_arch(invariant_arch(context.arch()));
   const DType dtype = dtype_of_weights(host);
-  const auto make_weights = o.in_place ? &ResidentWeights::in_place : &ResidentWeights::load;
-  CF_TRY_ASSIGN(ResidentWeights weights, make_weights(context, spec, dtype, host));
+  CF_TRY_ASSIGN(ResidentWeights weights, o.in_place ? ResidentWeights::in_place(context, spec, dtype, host)
+                                                    : ResidentWeights::load(context, spec, dtype, host, layer_of));
   const CacheKind kind = kind_of(spec, o);
   CF_TRY_ASSIGN(KvCache cache,
                 KvCache::create(context, spec, dtype, {0, spec.shape.num_layers}, o.slots, o.capacity, kind));

@@ -22,8 +22,9 @@ struct ModelBytes {
 /// A whole model on a GPU: what cpu_ref::Model is on the CPU. Prompts go through the walk of the model's sites; a step
 /// of all slots goes through the layers by an Executor. The same calls give the same bits, with a visitor or without.
 /// With the same number of slots and impl a slot's results do not depend on what the other slots hold. What a call reads
-/// in one pass are products of as many rows: their bits depend on the class of that number (cuda/step/classes.hpp). With
-/// `invariant` results depend neither on the number of slots nor on what is read in one pass.
+/// in one pass are products of as many rows: their bits depend on the class of that number (cuda/step/classes.hpp), those
+/// of the head on the class of the number of rows of logits that the pass makes. With `invariant` results depend neither
+/// on the number of slots nor on what is read in one pass.
 class Model final : public ModelRunner {
  public:
   struct Options {
@@ -58,6 +59,8 @@ class Model final : public ModelRunner {
   /// Activations, cache and logits have the weights' dtype. Refuses weights that check_model_weights() or in_place()
   /// refuses, sizes below 1, an impl that is not for `invariant`, more memory than is free (Code::out_of_memory), and
   /// what the impl does not take (Code::unimplemented).
+  /// With the context of a rank (cuda/comm/communicator.hpp) the model is that rank's part, and every rank's part is
+  /// asked the same at the same time: RankedModel does that. It takes the impls unfused and graph.
   static Result<std::unique_ptr<Model>> create(const Context& context, const std::string& name, const ModelSpec& model,
                                                const ModelWeights& weights, const Options& options);
   ~Model() override;
@@ -121,6 +124,12 @@ class Model final : public ModelRunner {
  private:
   struct State;
   explicit Model(std::unique_ptr<State> state);
+  static Result<std::unique_ptr<Model>> create(const Context& context, const std::string& name, const ModelSpec& model,
+                                               const ModelWeights& weights, const Options& options,
+                                               const ResidentWeights::LayerOf& layer_of);
+  static Result<std::unique_ptr<Model>> create_rank(const Context& context, const std::string& name,
+                                                    const ModelSpec& whole, const ModelWeights& weights,
+                                                    const Options& options);
   std::unique_ptr<State> state_;
 };
 

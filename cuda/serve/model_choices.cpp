@@ -3,6 +3,7 @@
 
 #include "core/model/taps.hpp"
 #include "core/scores.hpp"
+#include "cuda/comm/communicator.hpp"
 #include "cuda/serve/model_state.hpp"
 
 namespace cf::cuda {
@@ -54,6 +55,7 @@ Status Model::State::await_launched(unsigned number, std::span<const Draw> draws
 }
 
 Status Model::State::take_report() {
+  CF_TRY(check_exchanges(context));
   CF_TRY(executor.take_report());
   return whole ? whole->take_report() : Status();
 }

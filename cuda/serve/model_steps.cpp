@@ -3,6 +3,7 @@
 
 #include "core/cache_view.hpp"
 #include "core/call_groups.hpp"
+#include "core/model/passes.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/serve/model_state.hpp"
 #include "cuda/step/capture.hpp"
@@ -36,8 +37,8 @@ Status Model::State::prepare_layers() {
   // The program of a decode step. Where its logits go is said with each launch.
   std::vector<LayerCache> caches;
   const ModelTensors t = tensors(0, {.batch = options.slots}, step, logits_at(LogitsBuffer::even_steps), caches);
-  CF_TRY_ASSIGN(const Program program, record_model(spec, weights.model_weights(), t));
-  CF_TRY_ASSIGN(LoweredProgram lowered, lower(program));
+  CF_TRY_ASSIGN(Program program, record_model(spec, weights.model_weights(), t));
+  CF_TRY_ASSIGN(LoweredProgram lowered, lower(with_all_reduce(std::move(program), spec)));
   lowered.ends->ids = step.ids;
   lowered.ends->positions = step.positions;
   lowered.ends->kv_len = step.kv_len;
@@ -166,7 +167,7 @@ Result<GraphExec> Model::State::dataflow_step(LogitsBuffer to, Start start, std:
         LayerTensors t = workspace.tensors(cache, 0, l, 1);
         if (l == 0) t.hidden = step_input();
         t = first_sequences(spec.shape, t, slots);
-        if (Status captured = capture_layer(spec, weights.layer(l), t, graph); !captured)
+        if (Status captured = capture_layer(spec.of_layer(l), weights.layer(l), t, graph); !captured)
           return Status::error(captured.code(), layer_prefix(l) + captured.message());
       }
       return {};

@@ -1,5 +1,6 @@
 #include "cuda/step/capture.hpp"
 
+#include "core/model/passes.hpp"
 #include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/runtime/check.hpp"
@@ -26,6 +27,7 @@ Status capture_plan(const StepPlan& plan, DataflowCapture& graph) {
 
 Status capture_layer(const ModelSpec& m, const LayerWeights& w, const LayerTensors& t, DataflowCapture& graph) {
   CF_TRY_ASSIGN(Program program, record_layer(m, w, t));
+  program = with_all_reduce(std::move(program), m);
   CF_TRY_ASSIGN(const StepPlan plan, plan_graph(target_of(graph.launches({})), std::move(program)));
   return capture_plan(plan, graph);
 }

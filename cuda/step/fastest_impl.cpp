@@ -11,7 +11,7 @@ Impl fastest_impl(const Arch& arch, const ModelSpec& model, DType dtype, bool is
       model.traits.residual == Residual::parallel ? arch.tuning->persistent_parallel
                                                   : arch.tuning->persistent_sequential,
       [&](const PersistentBound& b) { return slots <= b.most_slots && model.shape.hidden_size >= b.least_hidden; });
-  const bool suits = is_faster && arch.has_clusters() && !is_quantised &&
+  const bool suits = is_faster && model.ranks == 1 && arch.has_clusters() && !is_quantised &&
                      model.shape.num_layers < kMaxPersistentLayers &&
                      plan_persistent(arch, persistent_model(model, dtype), slots);
   return suits ? Impl::persistent : Impl::graph;

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <utility>
 
+#include "core/model/passes.hpp"
 #include "cuda/step/outline.hpp"
 
 namespace cf::cuda {
@@ -57,6 +58,7 @@ Result<StepPlan> plan_step(const Arch& arch, const StepQuery& query) {
   model.shape.num_layers = 1;
   const StepOutline outline(model, query.sizes, query.activation, query.linears, query.ends ? query.sizes.batch : 0);
   CF_TRY_ASSIGN(Program program, outline.record());
+  program = with_all_reduce(std::move(program), model);
   std::erase_if(program.nodes, [&](const Node& n) { return n.at.layer < 0 && !query.ends; });
   for (Node& n : program.nodes)
     if (n.at.layer == 0) n.at.layer = query.layer;

@@ -591,6 +591,7 @@ TEST_CASE("Every op has a name of its own", "[ops]") {
 #include "core/ops/fused.def"
 #include "core/ops/ops.def"
 #include "core/ops/port.def"
+#include "core/ops/ranks.def"
 #undef CF_OP
   CHECK(names.size() == std::tuple_size_v<ops::Contracts>);
 }

@@ -80,6 +80,32 @@ OP_TEST_CASE("Runs of any number and length write to pages of their own", "[ops]
   }
 }
 
+TEST_CASE("Rows become entries of pages as of a contiguous cache", "[ops][pages][append_rows]") {
+  Setup s{.model = gated_model_of(ModelType::llama, 4, 2, 16, 48, 40), .load = {.batch = 1}, .activation = DType::f64};
+  for (std::int64_t kv_len : {1, 2, 15, 16, 17, 18, 19, 33}) {
+    s.load.kv_len = kv_len, s.load.capacity = kv_len + 2, s.seed = std::uint64_t(kv_len);
+    for (std::int64_t page_entries : {1, 5, 16, 64}) check_pages<ops::AppendRows>(s, page_entries);
+  }
+  const auto refused = [&](std::int32_t number, std::int32_t page) {
+    Problem<ops::AppendRows> p(s);  // entries 30 to 32
+    Paged<ops::AppendRows> pages(p, 16);
+    pages.table[std::size_t(number)] = page;
+    const std::vector<std::byte> before = p.bytes(), k = pages.bytes_of(pages.k);
+    const std::string fault = refusal_fault(
+        cpu_ref::run(p.args()), Code::invalid_argument,
+        {"append_rows: 'page_table'[0][" + std::to_string(number) + "] must be 0 to 6, got " + std::to_string(page)});
+    return p.bytes() == before && k == pages.bytes_of(pages.k) ? fault : "wrote something";
+  };
+  CHECK(refused(1, -1) == "");
+  CHECK(refused(2, 7) == "");
+  // A cache of which nothing is written is no tensor of the call, nor is its table.
+  Problem<ops::AppendRows> p(s);
+  Paged<ops::AppendRows> pages(p, 16);
+  p.args().rows.first = p.args().rows.last, p.args().is_appended = true;
+  p.args().append.page_table.shape[1] = 1;
+  require_run(p.args());
+}
+
 OP_TEST_CASE("Pages that a call cannot use are refused by name, and nothing is written", "[bad][pages]", WithCache) {
   const Setup s{.model = model_for(TestType::name),
                 .load = {.batch = 3, .q_len = 1, .kv_len = 9, .capacity = 11},

@@ -7,6 +7,7 @@
 
 #include "core/page_pool.hpp"
 #include "cuda/model/pages.hpp"
+#include "cuda/port/run.hpp"
 #include "tests/cuda/device_pages.hpp"
 #include "tests/cuda/device_tensors.hpp"
 #include "tests/support/mixed_steps.hpp"
@@ -98,6 +99,19 @@ OP_TEST_CASE("On the GPU pages of any length are appended to as a contiguous cac
           s.values = activation == DType::bf16 ? DType::bf16 : DType::f16;
           check_pages_on_device<TestType>(s, page);
         }
+}
+
+TEST_CASE("On the GPU rows become entries of pages as of a contiguous cache", "[gpu][pages][append_rows]") {
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (std::int64_t page : {64, 128})
+      for (std::int64_t kv_len : {std::int64_t(1), std::int64_t(65), page - 1, page, page + 1, page + 2, 2 * page}) {
+        Setup s{.model = models()[std::size_t(kv_len % 2)],
+                .load = {.batch = 1, .q_len = 1, .kv_len = kv_len, .capacity = kv_len + 2},
+                .activation = activation,
+                .seed = std::uint64_t(kv_len)};
+        s.values = activation == DType::bf16 ? DType::bf16 : DType::f16;
+        check_pages_on_device<ops::AppendRows>(s, page);
+      }
 }
 
 OP_TEST_CASE("On the GPU runs of any number and length append to pages of their own", "[gpu][pages][runs]", Appends) {

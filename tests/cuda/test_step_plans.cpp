@@ -68,6 +68,36 @@ std::string text_of(const ModelConfig& m, const NamedArch& gpu) {
 
 }  // namespace
 
+TEST_CASE("A rank's plan sums over the ranks, in one shot for few tokens and in two for many", "[plans][ranks]") {
+  for (const char* preset : {"pythia-12b", "llama-3.1-8b"})
+    for (const WeightFormat linears : {WeightFormat{}, WeightFormat{.bits = 4, .group_size = 128}})
+      for (const auto& [tokens, kernel] :
+           {std::pair{1, "all_reduce_words"}, {64, "all_reduce_words"}, {2048, "all_reduce_slices"}}) {
+        INFO(preset << ", " << linears.bits << " bits, " << tokens << " tokens");
+        const auto part = find_preset(preset)->spec().of_rank(1, 2);
+        REQUIRE(part);
+        const bool is_prompt = tokens > 64;
+        const Result<StepPlan> plan = plan_step(kH100, {.model = *part,
+                                                        .linears = linears,
+                                                        .sizes = {.batch = is_prompt ? 1 : tokens,
+                                                                  .q_len = is_prompt ? tokens : 1,
+                                                                  .table_rows = 2048,
+                                                                  .capacity = 2048}});
+        INFO(plan.status().message());
+        REQUIRE(plan);
+        std::vector<std::string> sums;
+        for (const PlannedNode& n : plan->nodes)
+          if (std::holds_alternative<ops::AllReduce::Args>(n.node.call)) {
+            CHECK(n.choice.kernel == kernel);
+            sums.emplace_back(n.node.at.site.name);
+          }
+        const bool parallel = part->traits.residual == Residual::parallel;
+        CHECK(sums == (parallel ? std::vector<std::string>{"mlp.all_reduce"}
+                                : std::vector<std::string>{"attention.all_reduce", "mlp.all_reduce"}));
+        CHECK(to_string(*plan).find("mlp.all_reduce: " + std::string(kernel)) != std::string::npos);
+      }
+}
+
 TEST_CASE("The plans of steps are those of tests/plans", "[plans]") {
   const std::string folder = std::string(CF_DATA_DIR) + "/../tests/plans/";
   for (const char* preset :

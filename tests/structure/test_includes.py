@@ -36,11 +36,14 @@ ROOMS = {
     "cuda/tuning": ["core/*"],
     "cuda/runtime": ["core/*", "cuda/tuning"],
     "cuda/device": ["core/*"],
+    # What ranks that share a model know of each other.
+    "cuda/comm": ["core/*", "cuda/runtime", "cuda/device"],
     "cuda/ops": ["core/*", "cuda/runtime"],
     # The list of all kernels.
-    "cuda/ops/kernels": [*OP_FAMILY, "cuda/ops/attention", "cuda/ops/embedding", "cuda/ops/linear/*", "cuda/ops/norm",
+    "cuda/ops/kernels": [*OP_FAMILY, "cuda/ops/all_reduce", "cuda/ops/attention", "cuda/ops/embedding", "cuda/ops/linear/*", "cuda/ops/norm",
                          "cuda/ops/rope", "cuda/ops/sample", "cuda/ops/ln_qkv", "cuda/ops/rms_linear"],
     "cuda/ops/no_kernels": [*OP_FAMILY, "cuda/ops/kernels"],
+    "cuda/ops/all_reduce": [*OP_FAMILY, "cuda/comm"],
     "cuda/ops/attention": OP_FAMILY,
     "cuda/ops/embedding": OP_FAMILY,
     # What is done with a product's sums; a room a kernel of linear; and the choice among them.
@@ -61,7 +64,7 @@ ROOMS = {
     "cuda/step": ["core/*", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     "cuda/model": ["core/*", "cuda/step", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     # What users hold.
-    "cuda/serve": ["core/*", "cuda/model", "cuda/step", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
+    "cuda/serve": ["core/*", "cuda/model", "cuda/step", "cuda/persistent", "cuda/ops/*", "cuda/comm", "cuda/runtime", "cuda/device"],
     # What the calls of ClusterFusion's port need and no model does.
     "cuda/port": ["core/*", "cuda/step", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     # cuda.hpp

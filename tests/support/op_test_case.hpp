@@ -10,7 +10,7 @@ namespace cf::test {
 
 /// The ops whose calls have a kernel on a GPU, whatever the weights. Those of fused.def run where a kernel takes the
 /// call.
-using DeviceOps = decltype(std::tuple_cat(ops::All{}, ops::Port{}));
+using DeviceOps = decltype(std::tuple_cat(ops::All{}, ops::Ranks{}, ops::Port{}));
 
 /// The op types of a std::tuple.
 template <class Ops>

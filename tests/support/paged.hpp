@@ -16,6 +16,8 @@ template <class Args>
 auto& cache_args(Args& args) {
   if constexpr (requires { args.t.k_cache; })
     return args.t;
+  else if constexpr (requires { args.append.k_cache; })
+    return args.append;
   else
     return args;
 }

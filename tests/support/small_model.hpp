@@ -44,7 +44,10 @@ class HostStep {
  public:
   HostStep(const ModelConfig& m, std::int64_t batch, std::int64_t q_len, DType activation, DType weight,
            WeightFormat linears)
-      : spec(m.spec()), weights(procedural_model(spec, weight, 1, linears)) {
+      : HostStep(m.spec(), procedural_model(m.spec(), weight, 1, linears), batch, q_len, activation) {}
+  /// The same with weights of any kind.
+  HostStep(const ModelSpec& m, OwnedModelWeights w, std::int64_t batch, std::int64_t q_len, DType activation)
+      : spec(m), weights(std::move(w)) {
     const std::int64_t tokens = batch * q_len, capacity = q_len + 5;
     for_each_activation(
         spec.shape, {.batch = batch, .q_len = q_len, .table_rows = capacity, .capacity = capacity},

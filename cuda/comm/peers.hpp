@@ -1,0 +1,57 @@
+#pragma once
+// What a rank's kernels know of the other ranks: where each rank's exchange memory lies. Without CUDA.
+#include <cstddef>
+#include <cstdint>
+
+#include "core/host_device.hpp"
+
+namespace cf::cuda {
+
+inline constexpr int kMostRanks = 8;
+/// Blocks of a two-shot exchange, each of which has its flags.
+inline constexpr int kMostExchangeBlocks = 128;
+/// What a thread exchanges at once: 16 bytes, which are sent as two words of eight bytes of data and two epochs.
+inline constexpr std::int64_t kLaneBytes = 16, kSentLaneBytes = 32;
+
+/// The most bytes of a part that ranks send each other in one shot. Each rank sends its part to every other: that is
+/// more than two shots send, but one hop instead of two and no fence. On H100s with NVLink one shot takes two ranks
+/// 2.6 us for 10 KB, 7.0 for 640 KB and 10.1 for 1 MB, where two shots take 10.8 and 12.0 of the last two; it takes four
+/// ranks 3.5 us for 10 KB, 10.6 for 320 KB and 20.5 for 640 KB, and two shots 11.4 and 13.8.
+CF_HD constexpr std::int64_t one_shot_bytes(int ranks) { return (std::int64_t(1) << 20) / (ranks > 1 ? ranks - 1 : 1); }
+
+/// The counters of a rank, at the beginning of its exchange memory. The rank's own kernels alone use them.
+struct ExchangeState {
+  std::uint32_t epoch;   // of the exchange that comes next; never 0, odd and even in turn
+  std::uint32_t failed;  // an exchange was given up: those that follow do not wait
+  std::uint32_t blocks;  // of the running exchange that are done
+};
+
+/// How a rank's exchange memory is divided. All ranks have the same.
+///   state  ExchangeState
+///   flags  epochs of a two-shot exchange: [2 shots][ranks][kMostExchangeBlocks]
+///   words  of one-shot exchanges: [epoch % 2][ranks][one_shot_lanes], data and epochs
+///   inbox  a rank's slice of each rank's part: [ranks][slice_lanes]
+///   outbox the summed slices: [ranks * slice_lanes]
+struct ExchangeLayout {
+  int ranks = 1;
+  std::int64_t one_shot_lanes = 0;  // the most lanes of a one-shot exchange
+  std::int64_t slice_lanes = 0;     // the most lanes of a slice of a two-shot exchange
+
+  static constexpr std::int64_t kFlags = 256;
+  CF_HD constexpr std::int64_t words() const { return kFlags + 2 * ranks * kMostExchangeBlocks * 4; }
+  CF_HD constexpr std::int64_t inbox() const { return words() + 2 * ranks * one_shot_lanes * kSentLaneBytes; }
+  CF_HD constexpr std::int64_t outbox() const { return inbox() + ranks * slice_lanes * kLaneBytes; }
+  constexpr std::int64_t bytes() const { return outbox() + ranks * slice_lanes * kLaneBytes; }
+};
+
+/// A rank and its peers, as a kernel is given them.
+struct Peers {
+  int rank = 0;
+  bool share_device = false;  // ranks of one GPU: a kernel that waits leaves the SMs to the other ranks' kernels
+  ExchangeLayout layout{};
+  std::byte* memory[kMostRanks]{};  // each rank's exchange memory, at this rank's addresses
+  std::uint64_t* report = nullptr;  // in the host's memory: the exchange that was given up, or 0
+  std::uint64_t patience_ns = 0;    // how long a kernel waits for another rank
+};
+
+}  // namespace cf::cuda

@@ -1,0 +1,311 @@
+// Ranks that share a model: on two GPUs where there are two, and on one GPU, through the same code.
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <map>
+#include <random>
+#include <span>
+#include <vector>
+
+#include "cpu_ref/cpu_ref.hpp"
+#include "cuda/comm/communicator.hpp"
+#include "cuda/ops/run.hpp"
+#include "cuda/runtime/memory.hpp"
+#include "cuda/runtime/stream.hpp"
+#include "cuda/serve/ranked_model.hpp"
+#include "tests/cuda/occupy.hpp"
+#include "tests/cuda/small_model.hpp"
+#include "tests/support/refusal.hpp"
+
+using namespace cf;
+using namespace cf::test;
+using cuda::Communicator;
+using cuda::RankedModel;
+
+namespace {
+
+int gpu_count() {
+  int count = 0;
+  require_cuda(cudaGetDeviceCount(&count));
+  return count;
+}
+
+/// The GPUs of so many ranks: one each where there are enough, else the first for all.
+std::vector<int> devices_of(int ranks, bool on_one) {
+  std::vector<int> devices;
+  for (int r = 0; r < ranks; ++r) devices.push_back(on_one ? 0 : r);
+  return devices;
+}
+
+/// A rank's part and its sum, on its GPU, and a stream to launch on.
+struct RankPart {
+  RankPart(const cuda::Context& c, std::int64_t most_bytes) : context(c) {
+    require_cuda(cudaSetDevice(c.device()));
+    x = taken(cuda::DeviceMemory::create(c, std::size_t(most_bytes), "part"));
+    y = taken(cuda::DeviceMemory::create(c, std::size_t(most_bytes), "sum"));
+    stream = taken(cuda::make_stream());
+  }
+  cuda::Context context;
+  cuda::DeviceMemory x, y;
+  cuda::Stream stream;
+};
+
+/// The ranks of a communicator, each with a part.
+struct Parts {
+  Parts(std::span<const int> devices, std::int64_t most_bytes, double patience_s = 10)
+      : communicator(taken(Communicator::create(devices, {.part_bytes = most_bytes, .patience_s = patience_s}))) {
+    for (int r = 0; r < communicator->ranks(); ++r) ranks.emplace_back(communicator->context(r), most_bytes);
+  }
+  ~Parts() {
+    synchronize();
+    (void)cudaSetDevice(0);
+  }
+  /// The call of a rank, for `tokens` tokens of that width.
+  ops::AllReduce::Args call(RankPart& r, DType dtype, std::int64_t tokens, std::int64_t width, bool in_place = false) {
+    return {.x = {r.x.data(), {1, tokens, width}, dtype},
+            .y = {in_place ? r.x.data() : r.y.data(), {tokens, width}, dtype},
+            .ranks = communicator->ranks()};
+  }
+  void launch(RankPart& r, const ops::AllReduce::Args& args) {
+    require_cuda(cudaSetDevice(r.context.device()));
+    cuda::LaunchList launches(r.context);
+    require_ok(cuda::prepare(args, launches));
+    require_ok(launches.submit(r.stream.get(), {.early = r.context.overlap()}));
+  }
+  void synchronize() {
+    for (RankPart& r : ranks) {
+      (void)cudaSetDevice(r.context.device());
+      (void)cudaStreamSynchronize(r.stream.get());
+    }
+  }
+  std::unique_ptr<Communicator> communicator;
+  std::vector<RankPart> ranks;
+};
+
+Tensor fetch_sum(RankPart& r, const ops::AllReduce::Args& args) {
+  require_cuda(cudaSetDevice(r.context.device()));
+  Tensor t(args.y.dtype, {args.y.shape[0], args.y.shape[1]});
+  require_cuda(cudaMemcpy(t.data(), args.y.data, std::size_t(t.size_bytes()), cudaMemcpyDeviceToHost));
+  return t;
+}
+
+/// Gives each rank a part, and returns all parts, (ranks, tokens, width).
+Tensor fill(Parts& p, DType dtype, std::int64_t tokens, std::int64_t width, std::uint64_t seed) {
+  const auto ranks = std::int64_t(p.ranks.size());
+  Tensor all(dtype, {ranks, tokens, width});
+  fill_procedural(all.data(), dtype, 0, all.size(), ProceduralKind::activation, seed, "parts");
+  const std::int64_t bytes = all.size_bytes() / ranks;
+  for (std::int64_t r = 0; r < ranks; ++r) {
+    RankPart& rank = p.ranks[std::size_t(r)];
+    require_ok(cuda::copy_to_device(rank.context, rank.x.data(), static_cast<const std::byte*>(all.data()) + r * bytes,
+                                    std::size_t(bytes)));
+  }
+  return all;
+}
+
+void check_exchanges(int ranks, bool on_one) {
+  if (!on_one && gpu_count() < ranks) {
+    WARN("skipped: " << ranks << " GPUs are needed, there are " << gpu_count());
+    return;
+  }
+  Parts p(devices_of(ranks, on_one), 4096 * 5120 * 2);
+  std::uint64_t seed = 1;
+  for (DType dtype : {DType::f16, DType::bf16, DType::f32})
+    for (const auto& [tokens, width] : {std::pair{1, 8}, {1, 2560}, {3, 5120}, {64, 4096}, {129, 4096}, {1025, 5120}})
+      for (bool in_place : {false, true}) {
+        if (tokens > 1000 && (dtype == DType::f32 || (on_one && ranks > 2))) continue;  // more blocks than fit
+        CAPTURE(ranks, on_one, to_string(dtype), tokens, width, in_place);
+        const Tensor parts = fill(p, dtype, tokens, width, seed++);
+        for (RankPart& r : p.ranks) p.launch(r, p.call(r, dtype, tokens, width, in_place));
+        p.synchronize();
+        require_ok(p.communicator->status());
+        const Tensor exact = parts.converted(DType::f64);
+        Tensor sum(DType::f64, {tokens, width});
+        const ops::AllReduce::Args oracle{.x = exact.view<3>(), .y = sum.view<2>(), .ranks = ranks};
+        require_ok(cpu_ref::run(oracle));
+        const Condition condition = taken(cpu_ref::condition(oracle));
+        const Budget budget = ops::AllReduce::budget(ops::AllReduce::dims(oracle), {DType::f32, dtype}, condition);
+        const Tensor first = fetch_sum(p.ranks[0], p.call(p.ranks[0], dtype, tokens, width, in_place));
+        const auto error = compare(first, sum);
+        REQUIRE(error);
+        CAPTURE(error->rel_l2, budget.rel_l2, error->rel_max, budget.rel_max);
+        CHECK(error->non_finite == 0);
+        CHECK(error->within(budget));
+        for (RankPart& r : p.ranks) CHECK(same_bits(fetch_sum(r, p.call(r, dtype, tokens, width, in_place)), first));
+      }
+}
+
+void check_delays(int ranks, bool on_one, int runs) {
+  if (!on_one && gpu_count() < ranks) {
+    WARN("skipped: " << ranks << " GPUs are needed, there are " << gpu_count());
+    return;
+  }
+  constexpr std::int64_t most = 257 * 5120 * 2;
+  Parts p(devices_of(ranks, on_one), most);
+  fill(p, DType::f16, 257, 5120, 3);
+  std::mt19937 random(1);
+  std::map<std::int64_t, Tensor> expected;
+  for (int run = 0; run < runs; ++run) {
+    const std::int64_t tokens = std::array{1, 2, 8, 64, 257}[random() % 5];
+    CAPTURE(run, tokens);
+    for (RankPart& r : p.ranks) {
+      require_cuda(cudaSetDevice(r.context.device()));
+      require_cuda(cudaMemsetAsync(r.y.data(), 0xff, std::size_t(most), r.stream.get()));
+      if (run % 50 == 0 && random() % 2) enqueue_occupy(r.stream.get(), 4, 1 + int(random() % 3));
+      p.launch(r, p.call(r, DType::f16, tokens, 5120));
+    }
+    p.synchronize();
+    require_ok(p.communicator->status());
+    for (RankPart& r : p.ranks) {
+      Tensor sum = fetch_sum(r, p.call(r, DType::f16, tokens, 5120));
+      if (!expected.contains(tokens)) expected.emplace(tokens, sum.clone());
+      REQUIRE(same_bits(sum, expected.at(tokens)));
+    }
+  }
+}
+
+/// A small model on ranks beside the oracle, and its decoder beside one GPU's.
+void check_model(const Small& small, int ranks, bool on_one, const Model::Options& options) {
+  if (!on_one && gpu_count() < ranks) {
+    WARN("skipped: " << ranks << " GPUs are needed, there are " << gpu_count());
+    return;
+  }
+  const std::vector<int> devices = devices_of(ranks, on_one);
+  const auto model =
+      taken(RankedModel::create(devices, small.config.name, small.config, small.weights->weights, options));
+  CHECK(model->ranks() == ranks);
+  const Ids ids = ids_of(41, 1);
+  const Reference reference = reference_of(small, ids);
+  Tensor logits(model->activation(), {41, kVocab});
+  require_ok(model->forward(0, 0, ids, logits.view<2>()));
+  check_rows(logits, reference, 0);
+  model->release(0);
+  // A prompt, and then single tokens.
+  require_ok(model->prefill(0, 0, std::span(ids).first(20)));
+  check_rows(row_of(*model, 0), reference, 19);
+  for (std::size_t i = 20; i < ids.size(); ++i) {
+    const ModelRunner::Token token{0, ids[i], std::int64_t(i)};
+    require_ok(model->step(std::span(&token, 1)));
+    check_rows(row_of(*model, 0), reference, std::int64_t(i));
+  }
+}
+
+}  // namespace
+
+TEST_CASE("all_reduce between ranks on one GPU is the oracle's sum within the budget, alike on all ranks",
+          "[gpu][ranks][small]") {
+  check_exchanges(2, true);
+  check_exchanges(4, true);
+}
+
+TEST_CASE("all_reduce between GPUs is the oracle's sum within the budget, alike on all ranks", "[gpu][ranks]") {
+  check_exchanges(2, false);
+  check_exchanges(4, false);
+}
+
+TEST_CASE("all_reduce makes the same bits a thousand times, whichever rank is late", "[gpu][ranks]") {
+  check_delays(2, true, 200);
+  check_delays(2, false, 1000);
+  check_delays(4, false, 200);
+}
+
+TEST_CASE("A rank that does not come is named, and the others end", "[gpu][ranks]") {
+  Parts p(devices_of(2, gpu_count() < 2), 1 << 16, 0.05);
+  fill(p, DType::f16, 1, 2560, 3);
+  for (int i = 0; i < 3; ++i) p.launch(p.ranks[1], p.call(p.ranks[1], DType::f16, 1, 2560));
+  p.synchronize();
+  CHECK(refusal_fault(p.communicator->status(), Code::device_error, {"rank 1 has waited 50 ms for rank 0"}) == "");
+}
+
+TEST_CASE("Ranks that cannot be are refused by name", "[gpu][ranks]") {
+  const auto refused = [](std::vector<int> devices, std::int64_t bytes, std::string_view what) {
+    return refusal_fault(Communicator::create(devices, {.part_bytes = bytes}).status(),
+                         what.starts_with("no CUDA") ? Code::device_error : Code::invalid_argument, {what});
+  };
+  CHECK(refused({0}, 16, "ranks: expected 2 to 8 GPUs, got 1") == "");
+  CHECK(refused({0, 0}, 0, "ranks: part_bytes must be at least 1, got 0") == "");
+  CHECK(refused({0, 99}, 16, "no CUDA device 99") == "");
+  const Small small;
+  const auto create = [&](std::vector<int> devices, const Model::Options& o) {
+    return RankedModel::create(devices, "small", small.config, small.weights->weights, o).status();
+  };
+  CHECK(refusal_fault(create({0, 0, 0}, {}), Code::invalid_argument, {"3 ranks must divide num_heads, got 4"}) == "");
+  CHECK(refusal_fault(create({0, 0}, {.impl = Impl::persistent}), Code::unimplemented,
+                      {"several GPUs takes the impls unfused and graph, got persistent"}) == "");
+  Parts p(devices_of(2, true), 1 << 12);
+  cuda::LaunchList launches(p.ranks[0].context);
+  CHECK(refusal_fault(cuda::prepare(p.call(p.ranks[0], DType::f16, 64, 2560), launches), Code::invalid_argument,
+                      {"what the ranks can exchange"}) == "");
+  auto call = p.call(p.ranks[0], DType::f16, 1, 64);
+  call.ranks = 3;
+  CHECK(refusal_fault(cuda::prepare(call, launches), Code::invalid_argument,
+                      {"expected the 2 of the context, got 3"}) == "");
+}
+
+TEST_CASE("A model on ranks of one GPU: its logits are the oracle's within the budget", "[gpu][ranks][small]") {
+  const Impl impl = GENERATE(Impl::unfused, Impl::graph);
+  check_model(Small(DType::f16), 2, true, {.capacity = 96, .impl = impl});
+  check_model(Small(DType::bf16, {}, gated_config()), 2, true, {.capacity = 96, .chunk = 16, .impl = impl});
+  check_model(Small(DType::f16, {.bits = 4, .group_size = 32}, gated_config(ModelType::qwen2)), 2, true,
+              {.capacity = 96, .impl = impl});
+}
+
+TEST_CASE("A model on several GPUs: its logits are the oracle's within the budget", "[gpu][ranks]") {
+  const DType dtype = GENERATE(DType::f16, DType::bf16);
+  check_model(Small(dtype), 2, false, {.capacity = 96});
+  check_model(Small(dtype), 4, false, {.capacity = 96, .chunk = 7});
+  check_model(Small(dtype, {.bits = 4, .group_size = 64}), 2, false, {.capacity = 96});
+  check_model(Small(dtype, {}, gated_config()), 2, false, {.capacity = 96, .impl = Impl::unfused});
+  check_model(Small(dtype, {.bits = 4, .group_size = 32}, gated_config(ModelType::qwen2)), 2, false, {.capacity = 96});
+  check_model(Small(dtype), 2, false, {.slots = 3, .capacity = 128, .pages = 8});
+}
+
+TEST_CASE("A decoder of many slots on ranks gives the same ids on every run, sampled ones too", "[gpu][ranks]") {
+  const bool on_one = gpu_count() < 2;
+  const Small small(DType::f16);
+  const auto run = [&] {
+    Decoder d(taken(RankedModel::create(devices_of(2, on_one), "small", small.config, small.weights->weights,
+                                        {.slots = 4, .capacity = 96})));
+    std::vector<Decoder::Sequence> sequences;
+    for (std::uint64_t i = 0; i < 6; ++i) {
+      SequenceOptions o;
+      o.id = i;
+      o.max_new_tokens = 12;
+      if (i % 2) o.sampling = {.temperature = 0.8f, .top_k = 20, .seed = i};
+      sequences.push_back(taken(d.add(ids_of(std::int64_t(5 + 7 * i), i), o)));
+    }
+    while (d.active()) taken(d.decode(4));
+    std::vector<Ids> ids;
+    for (Decoder::Sequence s : sequences) {
+      CHECK(taken(d.finish(s)) != Finish::failed);
+      ids.push_back(taken(d.ids(s)));
+    }
+    return ids;
+  };
+  const std::vector<Ids> first = run();
+  for (int i = 0; i < 3; ++i) CHECK(run() == first);
+}
+
+TEST_CASE("A model on ranks gives all memory back, and takes what it says", "[gpu][ranks][alone]") {
+  const bool on_one = gpu_count() < 2;
+  const Small small(DType::f16);
+  const auto free_bytes = [] {
+    std::size_t free = 0, all = 0;
+    require_cuda(cudaMemGetInfo(&free, &all));
+    return free;
+  };
+  const auto make = [&] {
+    const auto model = taken(RankedModel::create(devices_of(2, on_one), "small", small.config, small.weights->weights,
+                                                 {.slots = 2, .capacity = 96}));
+    const Ids ids = ids_of(9, 1);
+    require_ok(model->prefill(0, 0, ids));
+    return model->bytes();
+  };
+  make();  // loads the kernels
+  const std::size_t before = free_bytes();
+  const cuda::ModelBytes took = make();
+  CHECK(free_bytes() == before);
+  const cuda::ModelBytes said =
+      taken(RankedModel::bytes(2, small.config, small.weights->weights, {.slots = 2, .capacity = 96}));
+  CHECK(std::abs(took.total() - said.total()) < 0.01 * said.total());
+}
