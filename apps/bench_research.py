@@ -45,9 +45,10 @@ def write_checkpoint(folder, model, seed):
     from cf_ops import _safetensors
 
     os.makedirs(folder)
-    golden_file.write_json(
-        os.path.join(folder, "config.json"), model_config.hf_config(model) | {"torch_dtype": "float16"}
-    )
+    config = model_config.hf_config(model) | {"torch_dtype": "float16", "architectures": ["GPTNeoXForCausalLM"]}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    golden_file.write_json(os.path.join(folder, "config.json"), config | ends)
+    golden_file.write_json(os.path.join(folder, "generation_config.json"), ends)
     shapes = model_config.model_shapes(model, model_config.layer_shapes(model))
     pool = (np.random.default_rng(seed).standard_normal(POOL, np.float32) * 0.02).astype(np.float16)
     stored = {name: ("F16", tuple(shape)) for name, shape in shapes.items()}
