@@ -374,8 +374,8 @@ using PackedLaunches = TokenLaunches<GptqPlan>;
 
 /// Whether linear's launches are those of the wide kernel, which reads the weights once for 16 tokens. All launches of
 /// a call are, so that a row's bits do not depend on its place. On an H200 the four products of a layer of Pythia-2.8B,
-/// Llama-3.1-8B and Llama-3.2-1B take 25.3, 75.4 and 22.5 us for 16 tokens; by launches of eight tokens they take 36.0,
-/// 81.1 and 32.0 us. On an RTX 5090 nobody has measured it.
+/// Llama-3.1-8B and Llama-3.2-1B take 25.1, 48.6 and 20.8 us for 16 tokens; by launches of eight tokens they take 35.7,
+/// 81.2 and 32.4 us, and without quads 25.3, 75.2 and 22.8 us. On an RTX 5090 nobody has measured it.
 constexpr bool gptq_is_wide(const Arch& arch, const GptqSizes& m, std::int64_t call_tokens) {
   return call_tokens > kGptqRegisterTokens && m.halves_a_group % 2 == 0 && arch.has_wgmma() &&
          !arch.tuning->is_invariant() &&
