@@ -95,6 +95,7 @@ void OwnTensors::place(Arena& arena, const ModelSpec& spec, DType dtype, const M
   for (auto& s : settings)
     arena.place(s, extents(slots * std::int64_t(sizeof(SlotSampling) / sizeof(std::int32_t))), DType::i32);
   arena.place(final_norm, extents(most_tokens(options), spec.shape.hidden_size), dtype);
+  if (spec.ranks > 1) arena.place(head_part, extents(std::min(slots, Model::kRankHeadRows), vocab / spec.ranks), dtype);
   for (AnyView<2>& l : logits) arena.place(l, extents(slots, vocab), dtype);
   arena.place(prompt_logits, extents(std::min(slots, kPassLogits), vocab), dtype);
 }

@@ -45,6 +45,10 @@ class Model final : public ModelRunner {
     PageSizes pool() const { return pages == 0 ? PageSizes{} : PageSizes{pages, page_entries}; }
   };
 
+  /// Of ranks that share a model: steps of up to so many slots divide the LM head's rows among them. A larger step's
+  /// logits take longer to exchange than each rank takes to make them all.
+  static constexpr std::int64_t kRankHeadRows = 64;
+
   /// The fastest impl that takes these options on a GPU of this kind, by its measured bounds. A pure function of its
   /// arguments, which reads the weights' formats and dtypes alone. invariant_arch() has graph.
   static Impl auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeights& weights, const Options& options);

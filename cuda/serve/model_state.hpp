@@ -75,6 +75,7 @@ struct OwnTensors {
   View<std::int32_t, 1> pass_rows;                     // (tokens of a pass): those whose logits are made
   View<std::int32_t, 1> prompt_lengths, chosen;        // (slots)
   AnyView<2> final_norm;
+  AnyView<2> head_part;  // (slots, kRankHeadRows at most, vocab / ranks), of a rank: the logits that it makes of a step
   // (slots, kPassLogits at most, vocab): a slot's row of `logits` is not aligned for every vocab.
   AnyView<2> prompt_logits;
   std::array<AnyView<2>, kLogitsBuffers> logits;               // (slots, vocab)
