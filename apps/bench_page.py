@@ -557,6 +557,8 @@ MANY = (
         "prompts",
     ),
     ("1,024 sequences in as many slots.", "thousand"),
+    ("Long and short prompts with a contiguous cache a slot.", "contiguous"),
+    ("The same with a cache in pages of 64 entries.", "pages"),
     ("Log-probabilities of the last ids of texts, beside a prefill of the same ids in the same run.", "score"),
 )
 

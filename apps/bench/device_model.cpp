@@ -72,7 +72,17 @@ Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& 
       .workspace_bytes = bytes.workspace,
       .impl = std::string(to_string(impl)),
       .step_classes = cuda::to_string(cuda::step_classes(arch, bits)),
-      .run_classes = cuda::to_string(cuda::attention_classes(arch, s.head_dim, s.num_heads / s.num_kv_heads))};
+      .run_classes = cuda::to_string(cuda::attention_classes(arch, s.head_dim, s.num_heads / s.num_kv_heads)),
+      .query_classes = cuda::to_string(cuda::query_classes(arch,
+                                                           {.batch = 1,
+                                                            .q_len = 1,
+                                                            .heads = s.num_heads,
+                                                            .kv_heads = s.num_kv_heads,
+                                                            .head_dim = s.head_dim,
+                                                            .capacity = o.capacity,
+                                                            .max_kv_len = o.capacity,
+                                                            .window = {.keys = model.traits.window}},
+                                                           weights.embed_in.dtype))};
 }
 
 std::int64_t gpu_count() {

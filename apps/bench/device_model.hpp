@@ -29,8 +29,8 @@ struct DeviceModelPlan {
   double weights_bytes = 0, cache_bytes = 0, workspace_bytes = 0;
   std::string impl;
   /// The tokens of steps, and of runs, in ranges within which a row has the same bits: "1 to 8, 9 to 128, 129 or more".
-  /// Of steps for all but attention, of runs for attention.
-  std::string step_classes, run_classes;
+  /// Of steps for all but attention, of runs for attention, and of the queries of a launch where runs are short.
+  std::string step_classes, run_classes, query_classes;
 
   double bytes() const { return weights_bytes + cache_bytes + workspace_bytes; }
 };

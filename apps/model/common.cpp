@@ -83,8 +83,9 @@ void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
   if (!runs) return;
   line.dtype("--activation", o.activation, {DType::f32, DType::f64},
              "Activations, float32 when left out; float64 is the oracle (cpu)");
-  line.integer("--chunk", o.chunk, {1, most_chunk},
-               "Tokens of a prompt that go through the model at once, 512 when left out, on a GPU 2048");
+  line.integer(
+      "--chunk", o.chunk, {1, most_chunk},
+      "Tokens of a prompt that go through the model at once, 512 when left out, on a GPU 2048 but for streams");
   line.integer("--threads", o.threads, {1, kMostThreads}, "Threads (cpu)");
 }
 

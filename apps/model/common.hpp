@@ -41,8 +41,9 @@ struct ModelOptions {
   std::int64_t gpus = 1;  // that share the model
 
   bool cuda() const { return backend == "cuda"; }
-  /// Every chunk reads all weights. A larger one takes more memory for activations.
-  std::int64_t chunk_tokens() const { return chunk.value_or(cuda() ? 2048 : 512); }
+  /// Every chunk reads all weights. A larger one takes more memory for activations, and a stream's cache has room for one
+  /// beside its window.
+  std::int64_t chunk_tokens() const { return chunk.value_or(cuda() && window == 0 ? 2048 : 512); }
 };
 
 /// Declares --model, --preset, --dtype, --quant, --group, --weights-seed, --backend, --impl, --gpus and --invariant; with `runs`

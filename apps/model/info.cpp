@@ -95,7 +95,10 @@ int Info::run() {
   add("intermediate_size", std::to_string(m.intermediate_size));
   add("vocab_size", fmt::format("{}{}", m.vocab_size, m.tie_word_embeddings ? ", tied" : ""));
   add("max_position_embeddings", std::to_string(m.max_position_embeddings));
-  if (m.sliding_window) add("sliding_window", fmt::format("{} keys that a token sees", m.sliding_window));
+  const auto full = std::ranges::count(m.full_layers, true);
+  if (m.sliding_window)
+    add("sliding_window", fmt::format("{} keys that a token sees{}", m.sliding_window,
+                                      full ? fmt::format(", and all keys in {} layers", full) : ""));
   add("residual", m.use_parallel_residual ? "parallel" : "sequential");
   add("activation", std::string(to_string(m.hidden_act)));
   add("parameters", fmt::format("{:.3f} M", double(m.num_parameters()) * 1e-6));
@@ -159,6 +162,9 @@ int Info::run() {
     if (!of_one) return fail(of_one.status());
     add("a row's bits are the same", fmt::format("in steps of {} tokens", of_one->step_classes));
     add("in attention", fmt::format("in runs of {} tokens", of_one->run_classes));
+    if (!model_.invariant)
+      add("in attention of the shortest runs",
+          fmt::format("beside others, {} in all, in caches of {} entries", of_one->query_classes, entries));
   }
   add("free memory", fmt::format("{:.1f} MB", free * 1e-6));
   // What was planned for one slot can be planned for more.

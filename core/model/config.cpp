@@ -73,6 +73,7 @@ ModelSpec ModelConfig::spec() const {
                      .mlp_bias = mlp_bias,
                      .tied_embeddings = tie_word_embeddings,
                      .window = sliding_window,
+                     .full_layers = full_layers,
                      .rope_theta = rope_theta,
                      .rope_scaling = rope_scaling}};
 }

@@ -33,6 +33,8 @@ struct ModelConfig {
   std::int64_t max_position_embeddings = 2048;
   std::int64_t rotary_dim = 0;      // leading elements of each head that RoPE rotates; even, 0 without RoPE
   std::int64_t sliding_window = 0;  // keys that a query sees; 0: all
+  /// By layer: whether it sees all keys in spite of sliding_window ("full_attention" in layer_types). Empty: none does.
+  std::vector<bool> full_layers{};
   double rope_theta = 10000;
   ops::RopeScaling rope_scaling{};
   double layer_norm_eps = 1e-5;

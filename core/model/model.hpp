@@ -69,7 +69,7 @@ Status for_each_model_site(const ModelSpec& m, const ModelWeights& w, const Mode
     layer.output = t.hidden[(i + 1) % 2];
     layer.k_cache = t.caches[i].k;
     layer.v_cache = t.caches[i].v;
-    CF_TRY(for_each_site(m, w.layers[i], layer, [&](const Site& site, const auto& args) {
+    CF_TRY(for_each_site(m.of_layer(std::int64_t(i)), w.layers[i], layer, [&](const Site& site, const auto& args) {
       return f(ModelSite{std::int64_t(i), site, &names}, args);
     }));
   }

@@ -36,6 +36,14 @@ EntryLimit entry_limit(const ModelSpec& model, std::int64_t capacity, bool leave
 
 double ModelSpec::attention_scale() const { return 1 / std::sqrt(double(shape.head_dim)); }
 
+ModelSpec ModelSpec::of_layer(std::int64_t layer) const {
+  ModelSpec of = *this;
+  if (traits.full_layers.empty()) return of;
+  if (traits.full_layers[std::size_t(layer)]) of.traits.window = 0;
+  of.traits.full_layers.clear();
+  return of;
+}
+
 Status ModelSpec::validate() const {
   // The bounds keep every product of sizes far inside 64 bits.
   CF_TRY(check_sizes({{"hidden_size", shape.hidden_size, 1 << 20},
@@ -60,6 +68,12 @@ Status ModelSpec::validate() const {
   if (!(traits.rope_theta > 0) || !std::isfinite(traits.rope_theta))
     return refuse("rope_theta must be positive, got " + std::to_string(traits.rope_theta));
   if (traits.window < 0) return refuse("window must be 0 or more, got " + std::to_string(traits.window));
+  if (const auto layers = std::int64_t(traits.full_layers.size()); layers > 0) {
+    if (traits.window == 0) return refuse("full_layers must be empty without a window");
+    if (layers != shape.num_layers)
+      return refuse("full_layers must be empty or of " + std::to_string(shape.num_layers) + " layers, got " +
+                    std::to_string(layers));
+  }
   const ops::RopeScaling& scaling = traits.rope_scaling;
   if (scaling.kind == ops::RopeScaling::Kind::none) return {};
   CF_TRY(check_sizes({{"original_max_position_embeddings", scaling.original_max_positions, 1 << 26}}));

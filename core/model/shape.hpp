@@ -3,6 +3,7 @@
 #include <initializer_list>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "core/families/traits.hpp"
 #include "core/ops/rope.hpp"
@@ -50,6 +51,8 @@ struct ModelTraits {
   bool mlp_bias = true;          // of the MLP's two products
   bool tied_embeddings = false;  // the LM head is the embedding
   std::int64_t window = 0;       // keys that a query sees, its own among them; 0: all
+  /// By layer: whether it sees all keys in spite of the window. Empty: no layer does.
+  std::vector<bool> full_layers{};
   double rope_theta = 10000;
   ops::RopeScaling rope_scaling{};
 
@@ -71,9 +74,11 @@ struct ModelSpec {
   std::int64_t mlp_rows() const { return (traits.activation == Activation::swiglu ? 2 : 1) * shape.intermediate_size; }
   /// Refuses sizes below 1 or whose product leaves 64 bits; kv heads that do not divide the heads; a rotary_dim that is
   /// odd or beyond head_dim, or not 0 where there is no RoPE; an eps or theta that is not positive; a scaling of
-  /// RoPE whose factors are not positive, or whose high_freq_factor is not above its low_freq_factor; a window below
-  /// 0.
+  /// RoPE whose factors are not positive, or whose high_freq_factor is not above its low_freq_factor; a window below 0;
+  /// full_layers without a window or of another number of layers.
   Status validate() const;
+  /// The model as one of its layers has it: with that layer's window.
+  ModelSpec of_layer(std::int64_t layer) const;
   /// The part of the model that rank `rank` of `ranks` holds. The parts' heads and intermediate sizes sum up to the
   /// whole's. Refuses ranks that do not divide both kinds of heads and intermediate_size.
   Result<ModelSpec> of_rank(std::int64_t rank, std::int64_t ranks) const;

@@ -35,12 +35,14 @@ struct Layers {
   Scratch scratch;
 };
 
-/// Calls f(weights, tensors) for every layer in order and names the one that it fails for.
+/// Calls f(model, weights, tensors) for every layer in order and names the one that it fails for.
 template <class F>
 Status for_each_layer(const Layers& layers, F&& f) {
-  for (std::size_t i = 0; i < layers.weights.size(); ++i)
-    if (Status s = f(layers.weights[i], layers.tensors[i]); !s)
-      return Status::error(s.code(), layer_prefix(layers.range.first + std::int64_t(i)) + s.message());
+  for (std::size_t i = 0; i < layers.weights.size(); ++i) {
+    const std::int64_t layer = layers.range.first + std::int64_t(i);
+    if (Status s = f(layers.model.of_layer(layer), layers.weights[i], layers.tensors[i]); !s)
+      return Status::error(s.code(), layer_prefix(layer) + s.message());
+  }
   return {};
 }
 
@@ -102,11 +104,10 @@ class PreparedPersistent : public Prepared {
 
 Result<std::unique_ptr<Prepared>> prepare_unfused(const Context& context, const Layers& layers) {
   LaunchList launches(context, layers.scratch);
-  CF_TRY(for_each_layer(layers, [&](const LayerWeights& w, const LayerTensors& t) -> Status {
-    if (layers.model.ranks == 1)
-      return prepare(ops::DecodeLayer::Args{.model = layers.model, .weights = w, .t = t}, launches);
-    CF_TRY_ASSIGN(Program program, record_layer(layers.model, w, t));
-    for (const Node& node : with_all_reduce(std::move(program), layers.model).nodes) {
+  CF_TRY(for_each_layer(layers, [&](const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) -> Status {
+    if (m.ranks == 1) return prepare(ops::DecodeLayer::Args{.model = m, .weights = w, .t = t}, launches);
+    CF_TRY_ASSIGN(Program program, record_layer(m, w, t));
+    for (const Node& node : with_all_reduce(std::move(program), m).nodes) {
       launches.set_label(node.at.site.name.data());  // a literal, which ends in a zero byte
       CF_TRY(prepare(node, launches));
     }
@@ -117,8 +118,8 @@ Result<std::unique_ptr<Prepared>> prepare_unfused(const Context& context, const 
 
 Result<std::unique_ptr<Prepared>> prepare_graph(const Context& context, const Layers& layers, CUstream_st* stream) {
   const auto record = [&](DataflowCapture& capture) {
-    return for_each_layer(layers, [&](const LayerWeights& w, const LayerTensors& t) {
-      return capture_layer(layers.model, w, t, capture);
+    return for_each_layer(layers, [&](const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
+      return capture_layer(m, w, t, capture);
     });
   };
   CF_TRY_ASSIGN(GraphExec graph, capture_dataflow(context, record, layers.scratch));

@@ -22,8 +22,9 @@ struct ModelBytes {
 /// A whole model on a GPU: what cpu_ref::Model is on the CPU. Prompts go through the walk of the model's sites; a step
 /// of all slots goes through the layers by an Executor. The same calls give the same bits, with a visitor or without.
 /// With the same number of slots and impl a slot's results do not depend on what the other slots hold. What a call reads
-/// in one pass are products of as many rows: their bits depend on the class of that number (cuda/step/classes.hpp). With
-/// `invariant` results depend neither on the number of slots nor on what is read in one pass.
+/// in one pass are products of as many rows: their bits depend on the class of that number (cuda/step/classes.hpp), those
+/// of the head on the class of the number of rows of logits that the pass makes. With `invariant` results depend neither
+/// on the number of slots nor on what is read in one pass.
 class Model final : public ModelRunner {
  public:
   struct Options {

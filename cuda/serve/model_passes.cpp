@@ -121,8 +121,10 @@ Status Model::State::pass(const Pieces& pieces) {
   // takes as long to make as two long passes, which gain little.
   constexpr std::int64_t most_of_graph = 1024;
   const std::int64_t running = std::ranges::count_if(pieces, [](const Piece& p) { return p.is_running; });
-  if (running > 0 || tokens > most_of_graph) {
-    CF_TRY(put(t, running));
+  if (running > 0) {
+    CF_TRY(put_mixed(t, running));
+  } else if (tokens > most_of_graph) {
+    CF_TRY(put(t));
   } else {
     ChunkKey key{.runs = {}, .logits = nullptr, .rows = 0, .is_pass = true};
     for (const Run& r : runs) key.runs.emplace_back(r.sequence, r.count);

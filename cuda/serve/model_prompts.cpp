@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/call_groups.hpp"
 #include "core/model/passes.hpp"
 #include "core/model/streams.hpp"
 #include "core/model/taps.hpp"
@@ -10,27 +9,6 @@
 #include "cuda/step/graph.hpp"
 
 namespace cf::cuda {
-namespace {
-
-/// Attention of the first `running` rows, which are runs of one, and of the others. `others` holds the runs of these.
-std::array<ops::Attention::Args, 2> apart(const ops::Attention::Args& all, std::int64_t running,
-                                          std::vector<RowRun>& others) {
-  for (RowRun run : all.runs.subspan(std::size_t(running))) {
-    run.first_row -= running;
-    others.push_back(run);
-  }
-  const auto rows = [&](std::int64_t first, std::int64_t count, RowRuns runs) {
-    ops::Attention::Args part = all;
-    part.q = part_of(all.q, first, count);
-    part.y = part_of(all.y, first, count);
-    if (all.q_sinks) part.q_sinks = part_of(all.q_sinks, first, count);
-    part.runs = runs;
-    return part;
-  };
-  return {rows(0, running, all.runs.first(std::size_t(running))), rows(running, all.q.shape[0] - running, others)};
-}
-
-}  // namespace
 
 Result<GraphExec> Model::State::chunk_graph(const ModelTensors& t) {
   const AnyView<2> layers_output = t.hidden[std::size_t(spec.shape.num_layers) % 2];
@@ -62,47 +40,19 @@ Status Model::State::walk(const ModelTensors& t, const Visit& visit_site) {
   return {};
 }
 
-Status Model::State::put(const ModelTensors& t, std::int64_t running) {
+Status Model::State::put(const ModelTensors& t) {
   // A layer's launches are put onto the stream as soon as they are prepared, so that the device need not wait.
   const Submission how{.early = context.overlap()};
   std::vector<LaunchList> parts;
-  const auto new_part = [&]() -> LaunchList& {
-    LaunchList& launches = parts.emplace_back(context, workspace.scratch());
-    launches.trust_addresses();  // the model's own, which its steps have checked
-    return launches;
-  };
-  const auto add_node = [](const Node& node, LaunchList& launches, const auto& args) -> Status {
-    launches.set_label(node.at.site.name.data());  // a literal, which ends in a zero byte
-    return name_site(node.at, prepare(args, launches));
-  };
-  // Each of many running rows reads a cache of its own, and few rows of a prompt leave most of the device idle: the two
-  // run beside each other.
-  const auto put_attention = [&](const Node& node) -> Status {
-    std::vector<RowRun> others;
-    const auto [of_running, of_others] = apart(std::get<ops::Attention::Args>(node.call), running, others);
-    LaunchList beside(context, workspace.scratch());
-    beside.trust_addresses();
-    CF_TRY(add_node(node, beside, of_running));
-    LaunchList& launches = new_part();
-    CF_TRY(add_node(node, launches, of_others));
-    CF_TRY(wait_for(side.get(), stream.get()));
-    CF_TRY(beside.submit(side.get()));
-    CF_TRY(launches.submit(stream.get(), how));
-    return wait_for(stream.get(), side.get());
-  };
   Program part;
   const auto submit = [&]() -> Status {
-    LaunchList* launches = &new_part();
+    LaunchList& launches = parts.emplace_back(context, workspace.scratch());
+    launches.trust_addresses();  // the model's own, which its steps have checked
     for (const Node& node : with_rope_append(with_all_reduce(std::exchange(part, {}), spec)).nodes) {
-      if (running > 0 && node.at.site.id == SiteId::context) {
-        CF_TRY(launches->submit(stream.get(), how));
-        CF_TRY(put_attention(node));
-        launches = &new_part();
-      } else {
-        CF_TRY(add_node(node, *launches, node));
-      }
+      launches.set_label(node.at.site.name.data());  // a literal, which ends in a zero byte
+      CF_TRY(name_site(node.at, prepare(node, launches)));
     }
-    return launches->submit(stream.get(), how);
+    return launches.submit(stream.get(), how);
   };
   const auto add = [&](const ModelSite& site, const auto& args) -> Status {
     if (!part.nodes.empty() && part.nodes.back().at.layer != site.layer) CF_TRY(submit());
@@ -111,11 +61,6 @@ Status Model::State::put(const ModelTensors& t, std::int64_t running) {
   };
   CF_TRY(for_each_model_site(spec, weights.model_weights(), t, add));
   return submit();
-}
-
-Status Model::State::wait_for(CUstream_st* waits, CUstream_st* goes_first) {
-  CF_TRY(from_cuda(cudaEventRecord(crossing.get(), goes_first), "cudaEventRecord"));
-  return from_cuda(cudaStreamWaitEvent(waits, crossing.get()), "cudaStreamWaitEvent");
 }
 
 Status Model::State::put(const ModelTensors& t, ChunkKey key) {

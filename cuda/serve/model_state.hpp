@@ -3,6 +3,7 @@
 //   model.cpp          creation
 //   model_prompts.cpp  a prompt, chunk by chunk
 //   model_passes.cpp   several prompts and running tokens together, pass by pass
+//   model_mixed.cpp    the launches of a pass that has running tokens
 //   model_score.cpp    log-probabilities of given ids
 //   model_steps.cpp    steps of all slots
 //   model_pages.cpp    the pages of slots, where they share a pool
@@ -148,9 +149,23 @@ struct Model::State final : PipelineDevice, OwnTensors {
                       stream.get()));
     return from_cuda(cudaEventRecord(prompt_copied.get(), stream.get()), "cudaEventRecord");
   }
-  /// Puts the launches of these tensors onto the stream, a layer's as soon as they are prepared. The first `running` runs
-  /// are running sequences' tokens.
-  Status put(const ModelTensors& t, std::int64_t running = 0);
+  /// Puts the launches of these tensors onto the stream, a layer's as soon as they are prepared.
+  Status put(const ModelTensors& t);
+  /// The same of a pass whose first `running` runs are running sequences' tokens. What is prepared is kept for passes of
+  /// as many tokens.
+  Status put_mixed(const ModelTensors& t, std::int64_t running);
+  /// Launches of such a pass that follow each other on a stream.
+  struct PassPart {
+    LaunchList launches;
+    bool is_beside;  // of the part behind it: on the stream `side`
+  };
+  struct MixedPass {
+    std::int64_t tokens = 0, running = 0;
+    std::vector<RowRun> runs{};
+    std::vector<PassPart> parts{};
+  };
+  /// Puts a part onto its stream.
+  Status submit(const MixedPass& pass, std::size_t part);
   /// Lets a stream's next work wait for what another one has.
   Status wait_for(CUstream_st* waits, CUstream_st* goes_first);
   /// What a chunk's launches depend on: the slots and tokens of its runs, and where its logits go.
@@ -302,6 +317,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
   std::int64_t placed_slots = 0;  // of the step that was placed last and of those that follow it
   /// The chunks and passes of prompts so far. From its second time on one is a graph, whose branches run side by side.
   std::map<ChunkKey, GraphExec> chunks;
+  std::vector<MixedPass> mixed;           // the newest first
   std::optional<PersistentKernel> whole;  // of the persistent impl
 };
 

@@ -167,7 +167,7 @@ Result<GraphExec> Model::State::dataflow_step(LogitsBuffer to, Start start, std:
         LayerTensors t = workspace.tensors(cache, 0, l, 1);
         if (l == 0) t.hidden = step_input();
         t = first_sequences(spec.shape, t, slots);
-        if (Status captured = capture_layer(spec, weights.layer(l), t, graph); !captured)
+        if (Status captured = capture_layer(spec.of_layer(l), weights.layer(l), t, graph); !captured)
           return Status::error(captured.code(), layer_prefix(l) + captured.message());
       }
       return {};

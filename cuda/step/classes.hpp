@@ -59,14 +59,32 @@ inline std::vector<TokenRange> step_classes(const Arch& arch, std::span<const in
   return ranges_to(lasts);
 }
 
-/// The lengths of runs: within a range attention has one kernel. That of the first range divides a sequence's keys by
-/// the cache's capacity and the number of queries of its launch; the others give a row the same bits in all runs of
-/// the range. `group` query heads read one kv head.
+/// The lengths of runs: within a range attention has one kernel. That of the first range divides a sequence's keys as
+/// query_classes() says; the others give a row the same bits in all runs of the range. `group` query heads read one kv
+/// head.
 inline std::vector<TokenRange> attention_classes(const Arch& arch, std::int64_t head_dim, std::int64_t group) {
   const std::int64_t prefill = arch.tuning->prefill_queries;
   std::set<std::int64_t> lasts{prefill - 1};
   if (wgmma_pays(arch, head_dim, kWgmmaQueryRows) && !arch.tuning->is_invariant())
     lasts.insert(std::max(prefill, (kWgmmaQueryRows + group - 1) / group) - 1);
+  return ranges_to(lasts);
+}
+
+/// The queries of a launch of decode attention, those of all its sequences: within a range a sequence's keys are divided
+/// alike, and a row has the same bits. `d` has the model's heads and the cache's sizes. An invariant model has one range.
+inline std::vector<TokenRange> query_classes(const Arch& arch, ops::Attention::Dims d, DType activation) {
+  if (arch.tuning->is_invariant()) return ranges_to({});
+  std::set<std::int64_t> lasts;
+  d.q_len = 1;
+  const auto splits = [&](std::int64_t queries) {
+    d.batch = queries;
+    return attention_plan(arch, d, activation).splits;
+  };
+  for (std::int64_t last = 1, of_last = splits(1); of_last > 1; ++last)
+    if (const std::int64_t of_next = splits(last + 1); of_next != of_last) {
+      lasts.insert(last);
+      of_last = of_next;
+    }
   return ranges_to(lasts);
 }
 

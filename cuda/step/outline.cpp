@@ -56,7 +56,8 @@ StepOutline::StepOutline(const ModelSpec& model, const StepSizes& sizes, DType a
       },
       tensors.layer);
   const std::int64_t window = spec.traits.window;
-  tensors.layer.max_kv_len = window > 0 ? std::min(window, sizes.capacity) : sizes.capacity;
+  const bool is_bound = window > 0 && spec.traits.full_layers.empty();
+  tensors.layer.max_kv_len = is_bound ? std::min(window, sizes.capacity) : sizes.capacity;
   tensors.ids.shape = {sizes.tokens()};
   place(tensors.ids);
   const auto matrix = [&](AnyView<2>& view, std::int64_t count, std::int64_t columns) {
@@ -80,7 +81,7 @@ Result<Program> StepOutline::record_layer(std::int64_t layer) const {
   t.output = tensors.hidden[1];
   t.k_cache = caches_[std::size_t(layer)].k;
   t.v_cache = caches_[std::size_t(layer)].v;
-  return cf::record_layer(spec, weights.layers[std::size_t(layer)], t, layer);
+  return cf::record_layer(spec.of_layer(layer), weights.layers[std::size_t(layer)], t, layer);
 }
 
 }  // namespace cf::cuda

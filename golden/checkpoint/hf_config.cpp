@@ -214,36 +214,46 @@ void read_rope(Reading& r) {
   r.m.rotary_dim = std::int64_t(double(r.m.head_dim()) * r.rotary_fraction);
 }
 
-/// The window of keys that a query sees, 0 for all. Where a family reads no use_sliding_window, a sliding_window is
-/// enough.
-std::int64_t read_window(Reading& r) {
+/// Reads the window of keys that a query sees, and the layers that see all keys beside it. Where a family reads no
+/// use_sliding_window, a sliding_window is enough, and all layers have it.
+void read_window(Reading& r) {
   const bool has_window = r.family.reads(ConfigKey::sliding_window),
              is_asked = r.family.reads(ConfigKey::use_sliding_window);
   const bool may_slide = is_asked && r.value<bool>(ConfigKey::use_sliding_window);
-  bool slides = has_window && !is_asked;
-  if (may_slide) slides = r.value<std::int64_t>(ConfigKey::max_window_layers) < r.m.num_hidden_layers;
+  const std::int64_t layers = std::clamp<std::int64_t>(r.m.num_hidden_layers, 0, 1 << 16);  // validate() refuses others
+  std::int64_t full = has_window && !is_asked ? 0 : layers;  // layers that see all keys: the first ones
+  if (may_slide) full = std::clamp<std::int64_t>(r.value<std::int64_t>(ConfigKey::max_window_layers), 0, layers);
+  std::vector<bool> full_layers;  // by layer_types
   if (const auto types = r.read.find("layer_types"); types != r.read.end()) {
     if (!types->is_array()) r.refuse_value("layer_types", shown(*types), "a list");
-    if (may_slide) slides = false;
     for (const Json& type : *types) {
-      if (may_slide && type == "sliding_attention")
-        slides = true;
-      else if (type != "full_attention")
+      if (type != "full_attention" && !(may_slide && type == "sliding_attention"))
         r.refuse_value("layer_types", "a list with " + shown(type),
                        may_slide ? "'full_attention' and 'sliding_attention'" : "'full_attention' alone");
+      full_layers.push_back(type == "full_attention");
     }
+    if (may_slide && std::int64_t(full_layers.size()) != layers)
+      r.refuse_value("layer_types", "a list of " + std::to_string(full_layers.size()),
+                     "one of " + std::to_string(layers) + " layers");
+    if (may_slide) full = std::ranges::count(full_layers, true);
   }
-  if (!has_window) return 0;
+  if (!has_window) return;
   const std::string name = r.name_of(ConfigKey::sliding_window);
   if (const auto given = r.read.find(name); given != r.read.end() && given->is_null()) {
-    if (is_asked && slides && r.read.contains("layer_types"))
+    if (is_asked && full < layers && !full_layers.empty())
       r.refuse_value(name, "null", "at least 1 with layers of 'sliding_attention'");
-    return 0;
+    return;
   }
   const auto window = r.value<std::int64_t>(ConfigKey::sliding_window);
-  if (!slides) return 0;
+  if (full >= layers) return;
   if (window < 1) r.refuse_value(name, std::to_string(window), "null or at least 1");
-  return window;
+  r.m.sliding_window = window;
+  if (full == 0) return;
+  if (full_layers.empty()) {
+    full_layers.assign(std::size_t(full), true);
+    full_layers.resize(std::size_t(layers), false);
+  }
+  r.m.full_layers = std::move(full_layers);
 }
 
 /// Reads the family's fields in their order, and then what follows from several of them.
@@ -261,7 +271,7 @@ void read_family(Reading& r) {
       default: field.use == FieldUse::asserted ? read_asserted(r, field) : read_member(r, field);
     }
   }
-  r.m.sliding_window = read_window(r);
+  read_window(r);
   if (r.family.positions == Positions::rope) read_rope(r);
 }
 
@@ -359,6 +369,7 @@ void write_window(Json& j, const ModelConfig& m) {
   if (!m.family().reads(ConfigKey::sliding_window) || (is_asked && m.sliding_window == 0)) return;
   j["sliding_window"] = m.sliding_window ? Json(m.sliding_window) : Json();
   if (is_asked) j.update({{"use_sliding_window", true}, {"max_window_layers", 0}});
+  for (const bool is_full : m.full_layers) j["layer_types"].push_back(is_full ? "full_attention" : "sliding_attention");
 }
 
 }  // namespace

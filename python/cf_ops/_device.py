@@ -7,11 +7,12 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
 from cf_ops import _core
+from cf_ops._arguments import integer
 
 _CUBLASLT = "CF_CUBLASLT"  # the environment variable that names cuBLASLt's file to the compiled part
 
@@ -37,6 +38,24 @@ def cuda_index(device: object) -> int | None:
     if found[0] == "cpu":
         return None
     return int(found[1] or 0)
+
+
+def gpu_numbers(device: object, devices: object) -> list[int]:
+    """The GPUs that share a model, none where `devices` is None.
+
+    Raises TypeError for what is no sequence of integers, ValueError for an empty one, for a number that is negative or
+    stands twice, and for a `device` beside it.
+    """
+    if devices is None:
+        return []
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise TypeError(f"devices: expected the numbers of GPUs, such as [0, 1], got {devices!r}")
+    numbers = [integer("devices", number, 0, 9999) for number in devices]
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ValueError(f"devices: expected different GPUs, such as [0, 1], got {numbers}")
+    if str(device) != "cpu":
+        raise ValueError(f"device: expected none beside devices, got {str(device)!r}")
+    return numbers
 
 
 def device_model(

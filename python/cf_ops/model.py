@@ -17,7 +17,7 @@ from cf_ops import _core, _score
 from cf_ops._arguments import dtype_name, flag, ids_of, integer, is_one, kind_of, path_of
 from cf_ops._arguments import text as text_of
 from cf_ops._chat import ChatTemplate, Message
-from cf_ops._device import cuda_index, device_model
+from cf_ops._device import cuda_index, device_model, gpu_numbers
 from cf_ops._generation import (
     MOST_INT,
     AsyncGeneration,
@@ -495,6 +495,7 @@ def load(
     path_or_preset: str | os.PathLike[str],
     *,
     device: object = "cpu",
+    devices: Sequence[int] | None = None,
     activation: str | None = None,
     dtype: object = None,
     revision: str | None = None,
@@ -525,13 +526,17 @@ def load(
     layers: how many of the first layers the model has, all where it is None. The last norm and the head follow them, so
     that its logits are the logit lens of that layer.
 
-    Where the config of Mistral, Qwen2 or Qwen3 has a sliding_window, a token sees so many keys. On a GPU the
-    impls "layer", "split" and "persistent" end a sequence there. :attr:`Model.notes` says what of the config does not
+    Where the config of Mistral, Qwen2 or Qwen3 has a sliding_window, a token sees so many keys; in Qwen's layers that
+    layer_types or max_window_layers leaves out it sees all. On a GPU the impls "layer", "split" and "persistent" end a
+    sequence at the window. :attr:`Model.notes` says what of the config does not
     count and which weights were cast.
 
     device: "cpu", or "cuda" or "cuda:1" for a GPU. A GPU gets a copy of the weights and a cache of `slots` (1) sequences
     of `capacity` entries (2048, or those of all `pages`), and computes in the weights' own dtype. impl: how its steps are
     launched, "auto" for the fastest that takes them, or "unfused", "graph", "split", "layer", "persistent".
+
+    devices: the numbers of the GPUs that share the model, such as [0, 1], in place of `device`. Each holds a part of every
+    layer, and they sum what belongs together; the steps are those of "graph" or "unfused". Such a model has no taps.
 
     On the CPU alone: activation: "float32" is the fast backend, "float64" the oracle. threads: the threads that all
     models of this process work with from now on; None leaves them as they are, at first one a core.
@@ -566,7 +571,8 @@ def load(
     backend or the impl does not take the model, and CfError where there is no such GPU.
     """
     path = path_of("path_or_preset", path_or_preset)
-    index = cuda_index(device)
+    shared = gpu_numbers(device, devices)
+    index = shared[0] if shared else cuda_index(device)
     text_of("impl", impl)
     if index is None:
         for name, given, default in (("slots", slots, None), ("capacity", capacity, None), ("impl", impl, "auto")):
@@ -579,7 +585,8 @@ def load(
         for name, value in of_cpu.items():
             if value is not None:
                 raise ValueError(f"{name}: expected it with device='cpu' alone, got {value!r} for a GPU")
-        _core.check_cuda_device(index)
+        for number in shared or [index]:
+            _core.check_cuda_device(number)
     cache: _CacheOptions = {
         "window": integer("window", window, None, MOST_INT),
         "sinks": integer("sinks", sinks, None, MOST_INT),
@@ -603,7 +610,7 @@ def load(
         weights = weights.first_layers(integer("layers", layers))
     if index is None:
         return Model(weights, path, activation or "float32", eos_token_ids, cache=cache, steps=steps)
-    model = on_device(weights, path, eos_token_ids, index, **sizes, impl=impl, cache=cache, steps=steps)
+    model = on_device(weights, path, eos_token_ids, index, **sizes, impl=impl, cache=cache, steps=steps, devices=shared)
     weights.drop_values()
     return model
 
@@ -664,9 +671,10 @@ def on_device(
     impl: str = "auto",
     cache: _CacheOptions | None = None,
     steps: _StepOptions | None = None,
+    devices: Sequence[int] = (),
 ) -> Model:
-    """A model on a GPU, which has a copy of the weights."""
+    """A model on a GPU, which has a copy of the weights, or on several `devices`, which have parts."""
     # A stream's capacity follows from its window and the chunk.
     chunk = _CHUNK if cache and cache.get("window") else min(_CHUNK, max(1, capacity))
-    made = device_model(weights, device, slots, capacity, chunk, impl, **(cache or {}))
+    made = device_model(weights, device, slots, capacity, chunk, impl, devices=list(devices), **(cache or {}))
     return Model(weights, path, made.activation, eos_token_ids, made, cache=cache, steps=steps)

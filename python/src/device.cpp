@@ -3,6 +3,7 @@
 #include "cuda/ops/linear/cublaslt/library.hpp"
 #include "cuda/runtime/stream.hpp"
 #include "cuda/serve/model.hpp"
+#include "cuda/serve/ranked_model.hpp"
 #include "python/src/device_guard.hpp"
 
 namespace cf::python {
@@ -88,19 +89,22 @@ Result<DeviceModel> make_device_model(const std::string& name, const ModelSpec& 
   CF_TRY(check_device(o.device));
   const DeviceGuard guard(o.device);
   CF_TRY(guard.status());
+  const auto described = [&](auto made) -> Result<DeviceModel> {
+    if (!made) {
+      if (!options.impl || made.status().code() != Code::unimplemented) return made.status();
+      return Status::error(made.status().code(), "impl '" + o.impl + "': " + made.status().message());
+    }
+    DeviceModel d{.runner = nullptr, .impl = std::string(to_string((*made)->impl()))};
+    const cuda::ModelBytes& bytes = (*made)->bytes();
+    d.weights_bytes = std::int64_t(bytes.weights);
+    d.cache_bytes = std::int64_t(bytes.cache);
+    d.workspace_bytes = std::int64_t(bytes.workspace);
+    d.runner = std::move(*made);
+    return d;
+  };
+  if (o.devices.size() > 1) return described(cuda::RankedModel::create(o.devices, name, model, weights, options));
   CF_TRY_ASSIGN(const cuda::Context context, cuda::Context::create(o.device));
-  Result<std::unique_ptr<cuda::Model>> made = cuda::Model::create(context, name, model, weights, options);
-  if (!made) {
-    if (!options.impl || made.status().code() != Code::unimplemented) return made.status();
-    return Status::error(made.status().code(), "impl '" + o.impl + "': " + made.status().message());
-  }
-  DeviceModel d{.runner = nullptr, .impl = std::string(to_string((*made)->impl()))};
-  const cuda::ModelBytes& bytes = (*made)->bytes();
-  d.weights_bytes = std::int64_t(bytes.weights);
-  d.cache_bytes = std::int64_t(bytes.cache);
-  d.workspace_bytes = std::int64_t(bytes.workspace);
-  d.runner = std::move(*made);
-  return d;
+  return described(cuda::Model::create(context, name, model, weights, options));
 }
 
 }  // namespace cf::python

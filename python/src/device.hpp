@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "core/model/runner.hpp"
 #include "core/model/weights.hpp"
@@ -40,6 +41,7 @@ Status on_device(int device, const std::function<Status()>& f);
 /// How a GPU runs a model.
 struct DeviceModelOptions {
   int device = 0;
+  std::vector<int> devices{};  // that share the model, `device` first; `device` alone where it is empty
   std::int64_t slots = 1, capacity = 2048, chunk = 512;
   std::string impl = "auto";  // of steps: the name of a cuda::Impl, or auto for the fastest that takes them
   bool in_place = false;      // whether the weights lie on the device and are read there, without a copy
@@ -58,7 +60,7 @@ struct DeviceModel {
 
 /// Copies weights, which may lie on the host or on a device, to the device, or reads them there in place, and takes
 /// memory for cache and activations. Weights in place must outlive the model. Refuses what
-/// cuda::Model::create() refuses, and the name of no impl.
+/// cuda::Model::create() and cuda::RankedModel::create() refuse, and the name of no impl.
 Result<DeviceModel> make_device_model(const std::string& name, const ModelSpec& model, const ModelWeights& weights,
                                       const DeviceModelOptions& options);
 

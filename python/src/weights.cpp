@@ -149,6 +149,7 @@ Weights first_layers(const Weights& w, std::int64_t count) {
     refuse("layers: expected 1 to " + std::to_string(all) + ", those of the model, got " + std::to_string(count));
   Weights first = w;
   first.config.num_hidden_layers = count;
+  if (!first.config.full_layers.empty()) first.config.full_layers.resize(std::size_t(count));
   first.layers_left_out += all - count;
   if (count < all)
     first.notes.push_back(w.config.name + ": the first " + std::to_string(count) + " of " + std::to_string(all) +

@@ -77,6 +77,7 @@ std::vector<std::string> differences(const ModelConfig& a, const ModelConfig& b)
   field("model_type", a.model_type, b.model_type);
   field("name", a.name, b.name);
   field("sliding_window", a.sliding_window, b.sliding_window);
+  field("full_layers", a.full_layers, b.full_layers);
   field("num_key_value_heads", a.num_key_value_heads, b.num_key_value_heads);
   field("attention_head_dim", a.attention_head_dim, b.attention_head_dim);
   field("rope_scaling", a.rope_scaling, b.rope_scaling);
@@ -345,6 +346,24 @@ TEST_CASE("config: a window is the most positions of a sequence, where the type 
   CHECK(window("qwen2", slides + R"(,"max_window_layers":2,"layer_types":["full_attention","sliding_attention"])") ==
         63);
   CHECK(window("qwen2", slides + R"(,"max_window_layers":0,"layer_types":["full_attention","full_attention"])") == 0);
+  // Layers that see all keys beside others that do not.
+  const auto full_layers = [&](const std::string& fields) {
+    const auto m = parse(minimal_of("qwen2", R"(,"num_key_value_heads":4)" + slides + fields));
+    REQUIRE(m.status().message() == "");
+    const auto same = parse_hf_config(to_hf_json(*m), "config.json");
+    REQUIRE(same.status().message() == "");
+    CHECK(differences(*same, *m) == Names{});
+    CHECK(m->spec().of_layer(0).traits.window ==
+          (m->full_layers.empty() || !m->full_layers[0] ? m->sliding_window : 0));
+    return m->full_layers;
+  };
+  using Layers = std::vector<bool>;
+  CHECK(full_layers(R"(,"max_window_layers":0)") == Layers{});
+  CHECK(full_layers(R"(,"max_window_layers":1)") == Layers{true, false});
+  CHECK(full_layers(R"(,"max_window_layers":2)") == Layers{});
+  CHECK(full_layers(R"(,"max_window_layers":0,"layer_types":["sliding_attention","full_attention"])") ==
+        Layers{false, true});
+  CHECK(full_layers(R"(,"layer_types":["sliding_attention","sliding_attention"])") == Layers{});
   const auto m = parse(minimal_of("mistral", R"(,"num_key_value_heads":4,"sliding_window":63)"));
   CHECK(m->most_positions() == 63);
   CHECK(m->spec().traits.window == 63);
@@ -400,7 +419,10 @@ TEST_CASE("config: what other layers ask for and is not built is refused by name
       {"mistral", R"(,"num_key_value_heads":4,"layer_types":["sliding_attention"])", {"'layer_types'"}},
       {"qwen2", R"(,"num_key_value_heads":4,"layer_types":["sliding_attention"])", {"'layer_types'"}},
       {"qwen2",
-       R"(,"num_key_value_heads":4,"use_sliding_window":true,"layer_types":["sliding_attention"],"sliding_window":null)",
+       R"(,"num_key_value_heads":4,"use_sliding_window":true,"layer_types":["sliding_attention"])",
+       {"'layer_types' is a list of 1, expected one of 2 layers"}},
+      {"qwen2",
+       R"(,"num_key_value_heads":4,"use_sliding_window":true,"layer_types":["sliding_attention","full_attention"],"sliding_window":null)",
        {"'sliding_window' is null, expected at least 1"}},
       {"qwen2",
        R"(,"num_key_value_heads":4,"use_sliding_window":true,"layer_types":["chunked_attention"])",

@@ -33,9 +33,11 @@ TEST_CASE("windows on the GPU: a sequence is longer than the model's window", "[
                                                                                {DType::f16, Impl::unfused, 64},
                                                                                {DType::f32, Impl::graph, 64}}));
   const std::int64_t pages = GENERATE(0, 8);
-  CAPTURE(to_string(dtype), to_string(impl), chunk, pages);
-  ModelConfig m = gated_config(ModelType::mistral);
+  const bool is_mixed = GENERATE(false, true);  // with a layer that sees all keys
+  CAPTURE(to_string(dtype), to_string(impl), chunk, pages, is_mixed);
+  ModelConfig m = gated_config(is_mixed ? ModelType::qwen2 : ModelType::mistral);
   m.sliding_window = 32;
+  if (is_mixed) m.full_layers = {false, true, false};
   const Small small(dtype, {}, m);
   const Ids ids = ids_of(150, 11);
   const Reference reference = reference_of(small, ids);

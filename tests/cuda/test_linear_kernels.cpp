@@ -253,6 +253,22 @@ TEST_CASE("step classes: as programs print them", "[plans][classes]") {
   CHECK(attention(kH100, 256, 1) == "1 to 15, 16 or more");
   CHECK(attention(kRtx5090, 64, 1) == "1 to 15, 16 or more");
   CHECK(attention(invariant_arch(kH100), 64, 1) == "1 or more");
+  const auto queries = [](const Arch& arch, std::int64_t heads, std::int64_t kv_heads, std::int64_t head_dim,
+                          std::int64_t capacity) {
+    return to_string(query_classes(arch,
+                                   {.batch = 1,
+                                    .q_len = 1,
+                                    .heads = heads,
+                                    .kv_heads = kv_heads,
+                                    .head_dim = head_dim,
+                                    .capacity = capacity,
+                                    .max_kv_len = capacity},
+                                   DType::f16));
+  };
+  CHECK(queries(kH100, 32, 32, 80, 2048) == "1, 2 to 3, 4 or more");
+  CHECK(queries(kH100, 32, 32, 80, 128) == "1 or more");  // one tile of keys
+  CHECK(queries(kH100, 32, 8, 128, 2048) == "1, 2 to 3, 4 to 6, 7 to 12, 13 or more");
+  CHECK(queries(invariant_arch(kH100), 32, 32, 80, 2048) == "1 or more");
 }
 
 TEST_CASE("linear: a choice says what it plans, and why the kernels before it leave the call", "[plans][kernels]") {

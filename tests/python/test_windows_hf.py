@@ -27,7 +27,18 @@ SIZES = {
     "sliding_window": WINDOW,
     "tie_word_embeddings": False,
 }
-KINDS = {"mistral": {"head_dim": 8}, "qwen2": {"use_sliding_window": True, "max_window_layers": 0}}
+SLIDES = {"use_sliding_window": True, "max_window_layers": 0}
+# By name: the model type, and what its config has beside SIZES. The last three have layers that see all keys.
+KINDS = {
+    "mistral": ("mistral", {"head_dim": 8}),
+    "qwen2": ("qwen2", SLIDES),
+    "first-full": ("qwen2", {**SLIDES, "max_window_layers": 1}),
+    "turns": ("qwen2", {**SLIDES, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "qwen3-turns": (
+        "qwen3",
+        {**SLIDES, "head_dim": 8, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+}
 
 
 def in_float64(model):
@@ -47,7 +58,8 @@ def checkpoint(request, tmp_path_factory):
     """Hugging Face's model in float64, and a directory with its weights in float32."""
     directory: pathlib.Path = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(1)
-    config = transformers.AutoConfig.for_model(request.param, **SIZES, **KINDS[request.param])
+    model_type, fields = KINDS[request.param]
+    config = transformers.AutoConfig.for_model(model_type, **SIZES, **fields)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
