@@ -25,6 +25,10 @@ __device__ inline std::uint64_t tile_along_k(const void* tile) {
          std::uint64_t(1) << 62;
 }
 inline constexpr std::uint64_t kWgmmaStep = 16 * 2 >> 4;
+/// The tile whose tile_along_k() has this low word: sums of 32 bits take fewer instructions than those of 64.
+__device__ inline std::uint64_t tile_along_k_at(std::uint32_t low) {
+  return std::uint64_t((8 * kTileRowBytes >> 4) | 1 << 30) << 32 | low;
+}
 
 /// Describes operand b whose k runs along the tile's rows: row i of the tile is row i of b. Columns beyond the first 64
 /// lie in the next tile, `next_tile_bytes` behind this one. To move on by 16 rows, add kWgmmaRows.

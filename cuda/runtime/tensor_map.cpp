@@ -27,13 +27,13 @@ Result<Encode> find_encode() {
 
 }  // namespace
 
-Status make_tensor_map(const TiledMatrix& m, int tile_rows, CUtensorMap& map) {
+Status make_tensor_map(const TiledMatrix& m, int tile_rows, CUtensorMap& map, int tile_matrices) {
   static const Result<Encode> encode = find_encode();
   CF_TRY(encode.status());
   const auto columns = cuuint64_t(m.columns), rows = cuuint64_t(m.rows);
   const cuuint64_t sizes[] = {columns, rows, cuuint64_t(m.matrices)};
   const cuuint64_t pitches_bytes[] = {columns * 2, columns * rows * 2};
-  const cuuint32_t tile[] = {kTileColumns, cuuint32_t(tile_rows), 1}, strides[] = {1, 1, 1};
+  const cuuint32_t tile[] = {kTileColumns, cuuint32_t(tile_rows), cuuint32_t(tile_matrices)}, strides[] = {1, 1, 1};
   const CUresult made =
       (*encode)(&map, m.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
                 const_cast<void*>(m.data), sizes, pitches_bytes, tile, strides, CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -21,10 +21,11 @@ struct TiledMatrix {
 /// Elements of a tile's row: 128 bytes.
 inline constexpr int kTileColumns = 64;
 
-/// Makes the map of a matrix for tiles of kTileColumns columns and `tile_rows` rows, at most 256. In shared memory a
+/// Makes the map of a matrix for tiles of kTileColumns columns and `tile_rows` rows, at most 256, of `tile_matrices`
+/// matrices, whose tiles then lie one behind the other. In shared memory a
 /// tile begins at a multiple of 1024 bytes and its row i has its 16-byte units in the order u ^ (i % 8), as
 /// cuda/device/wgmma.cuh reads it. What a tile has beyond the matrix is zeros. The columns are a multiple of 8, and the
 /// data lies at a multiple of 16 bytes. Code::device_error where the driver has no tensor maps or refuses this one.
-Status make_tensor_map(const TiledMatrix& matrix, int tile_rows, CUtensorMap& map);
+Status make_tensor_map(const TiledMatrix& matrix, int tile_rows, CUtensorMap& map, int tile_matrices = 1);
 
 }  // namespace cf::cuda

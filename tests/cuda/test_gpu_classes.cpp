@@ -165,6 +165,22 @@ TEST_CASE("classes on the GPU: a row of a product has the same bits in all steps
     }
 }
 
+TEST_CASE("classes on the GPU: a row of a product with a packed weight has the same bits at every width of a class",
+          "[gpu][classes]") {
+  const Scratch scratch;
+  std::vector<std::int64_t> sizes;
+  for (std::int64_t tokens = 1; tokens <= 300; ++tokens) sizes.push_back(tokens);
+  sizes.insert(sizes.end(), {512, 1000, 1999, 2048});
+  cuda::Context c = context();
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (const GptqSetup& gptq : {GptqSetup{4, 128, 1, false}, GptqSetup{4, 32, 0, true}, GptqSetup{8, 64, 1, false}}) {
+      const std::vector<int> bits{gptq.bits};
+      DeviceProblem<ops::Linear> p(setup(dtype, gptq), linear_example(kMostTokens, 648, 264, Epilogue::residual));
+      INFO(to_string(dtype) << ", " << gptq.bits << " bits");
+      CHECK(check_classes(p, bits, c, scratch.get(), sizes) >= 290);
+    }
+}
+
 TEST_CASE("classes on the GPU: the products of Pythia-2.8B and Llama-3.1-8B, and a head of odd rows",
           "[gpu][classes]") {
   const Scratch scratch;

@@ -13,7 +13,7 @@
 #include "cuda/ops/linear/gemv/plan.hpp"
 #include "cuda/ops/linear/packed/plan.hpp"
 #include "cuda/ops/linear/tiles/tiles.hpp"
-#include "cuda/ops/linear/wgmma/plan.hpp"
+#include "cuda/ops/linear/wgmma/packed_plan.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "cuda/runtime/stream.hpp"
 #include "cuda/step/graph.hpp"
@@ -78,6 +78,12 @@ bool takes_wgmma(std::int64_t tokens, std::int64_t in, std::int64_t out, DType d
   const cuda::Arch arch = context().arch();
   return cuda::is_linear_wgmma(arch, tokens, in, out * ops::rows_of_output(epilogue), dtype, packed) ||
          cuda::is_linear_tiles(arch, tokens, in, out, dtype, packed, epilogue);
+}
+
+/// The same of a packed weight with `rows` rows.
+bool takes_packed(std::int64_t tokens, std::int64_t in, std::int64_t rows, DType dtype) {
+  const cuda::Arch arch = context().arch();
+  return cuda::is_wgmma_packed(arch, tokens, in, rows, dtype) || cuda::is_tiles_packed(arch, tokens, in, rows, dtype);
 }
 
 cuda::LaunchList prepared(const Args& args, cuda::Scratch scratch, const cuda::Context& c = context()) {
@@ -211,7 +217,8 @@ TEST_CASE("linear of many tokens: hostile inputs", "[gpu][gemm]") {
           if (overflows(dtype, epilogue)) continue;
           Setup s = setup(dtype, gptq);
           s.fill = fill;
-          CHECK(check_on_device<ops::Linear>(s, linear(kMany + 16, 640, 72, epilogue), scratch.get()));
+          for (std::int64_t tokens : {std::int64_t(30), std::int64_t(50), std::int64_t(100), kMany + 16})
+            CHECK(check_on_device<ops::Linear>(s, linear(tokens, 640, 72, epilogue), scratch.get()));
         }
 }
 
@@ -240,11 +247,14 @@ TEST_CASE("linear of many tokens: every bit of a GPTQ weight arrives", "[gpu][ge
          {GptqSetup{4, 32, 0, false}, GptqSetup{4, 32, 1, true}, GptqSetup{4, 24, 1, false}, GptqSetup{4, 96, 0, true},
           GptqSetup{4, 1 << 14, 1, false}, GptqSetup{8, 32, 1, false}, GptqSetup{8, 96, 0, true},
           GptqSetup{8, 1 << 14, 1, false}})
-      for (auto [in, out] : {std::pair<std::int64_t, std::int64_t>{64, 16}, {264, 40}, {640, 72}}) {
-        INFO("in " << in << ", out " << out << ", " << gptq.bits << " bits, group " << gptq.group_size << ", desc_act "
-                   << gptq.desc_act << ", " << to_string(dtype));
-        Problem<ops::Linear> p(setup(dtype, gptq, std::uint64_t(in)),
-                               linear(std::max(in, kMany), in, out, Epilogue::residual));
+      for (auto [in, out, tokens] : {std::tuple<std::int64_t, std::int64_t, std::int64_t>{64, 16, 64},
+                                     {64, 16, 100},
+                                     {64, 16, kMany},
+                                     {264, 40, 264},
+                                     {640, 72, 640}}) {
+        INFO("in " << in << ", out " << out << ", tokens " << tokens << ", " << gptq.bits << " bits, group "
+                   << gptq.group_size << ", desc_act " << gptq.desc_act << ", " << to_string(dtype));
+        Problem<ops::Linear> p(setup(dtype, gptq, std::uint64_t(in)), linear(tokens, in, out, Epilogue::residual));
         const Tensor w = cpu_ref::dequantise(std::get<GptqWeight>(p.args().linear.weight), DType::f64);
         const auto rounded = [&](double v) {
           return dtype == DType::f16 ? widen<double>(narrow<f16>(v)) : widen<double>(narrow<bf16>(v));
@@ -256,7 +266,7 @@ TEST_CASE("linear of many tokens: every bit of a GPTQ weight arrives", "[gpu][ge
         set(block(p, "residual"), [&](std::int64_t i) { return -rounded(weight(i)); });
         DeviceProblem<ops::Linear> device(p);
         no_bias(device.args());
-        REQUIRE(takes_library(device.args(), scratch.get()));
+        REQUIRE(takes_library(device.args(), scratch.get()) == (tokens > kTuning.packed_tokens));
         Problem<ops::Linear>& got = device.run(c, scratch.get());
         const Tensor y = got.tensor(block(got, "y"));
         std::int64_t wrong = 0;
@@ -272,13 +282,13 @@ TEST_CASE("linear of many tokens: every format of GPTQ weights", "[gpu][gemm][gp
                                   GptqSetup{4, 128, 1, false}, GptqSetup{4, 128, 0, true}, GptqSetup{4, 24, 1, false},
                                   GptqSetup{4, 1 << 14, 0, false}, GptqSetup{8, 32, 1, false},
                                   GptqSetup{8, 128, 0, true}, GptqSetup{8, 1 << 14, 1, false}})
-      for (std::int64_t tokens : {kMany, kMany + 48})
+      for (std::int64_t tokens : {std::int64_t(20), std::int64_t(60), std::int64_t(100), kMany, kMany + 48})
         for (auto [in, out] : {std::pair<std::int64_t, std::int64_t>{64, 16}, {264, 40}, {640, 72}}) {
           INFO("in " << in << ", out " << out << ", tokens " << tokens);
           const Setup s = setup(dtype, gptq, std::uint64_t(in));
           Problem<ops::Linear> p(s, linear(tokens, in, out));
           CHECK(check_on_device<ops::Linear>(s, p, scratch.get()));
-          CHECK(takes_library(DeviceProblem<ops::Linear>(p).args(), scratch.get()));
+          CHECK(takes_library(DeviceProblem<ops::Linear>(p).args(), scratch.get()) == (tokens > kTuning.packed_tokens));
         }
 }
 
@@ -338,6 +348,37 @@ TEST_CASE("linear of many tokens: the same bits a thousand times, early and late
     }
 }
 
+TEST_CASE("linear of many tokens: packed weights on Hopper's tensor cores, the same bits a thousand times",
+          "[gpu][gemm]") {
+  const DeviceScratch scratch;
+  const auto stream = cuda::make_stream();
+  REQUIRE(stream);
+  cuda::Context c = context(stream->get());
+  for (const GptqSetup& gptq : {GptqSetup{4, 128, 1, false}, GptqSetup{4, 32, 1, true}})
+    for (std::int64_t tokens : {30, 60, 100, 300}) {
+      INFO("tokens " << tokens << ", group " << gptq.group_size);
+      DeviceProblem<ops::Linear> p(setup(DType::bf16, gptq), linear(tokens, 2560, 512, Epilogue::gelu_tanh));
+      CHECK(takes_packed(tokens, 2560, 512, DType::bf16) == c.arch().has_wgmma());
+      CHECK(same_bits_a_thousand_times(p, c, scratch.get()) == 0);
+    }
+}
+
+TEST_CASE("linear of many tokens: packed weights of many rows, columns and tokens", "[gpu][gemm][gptq]") {
+  const DeviceScratch scratch;
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (auto [tokens, in, out, epilogue] :
+         {std::tuple<std::int64_t, std::int64_t, std::int64_t, Epilogue>{33, 5120, 776, Epilogue::gelu_erf},
+          {64, 10240, 264, Epilogue::residual},
+          {128, 10240, 264, Epilogue::residual},
+          {300, 264, 2568, Epilogue::swiglu},
+          {1000, 264, 520, Epilogue::gelu_erf},
+          {4096, 136, 264, Epilogue::none}}) {
+      INFO("in " << in << ", out " << out << ", tokens " << tokens);
+      CHECK(check_on_device<ops::Linear>(setup(dtype, {4, 128, 1, false}), linear(tokens, in, out, epilogue),
+                                         scratch.get()));
+    }
+}
+
 TEST_CASE("linear of many tokens: a row does not depend on what the other rows hold", "[gpu][gemm]") {
   const DeviceScratch scratch;
   cuda::Context c = library_context();
@@ -348,6 +389,10 @@ TEST_CASE("linear of many tokens: a row does not depend on what the other rows h
                               scratch.get()));
         rows_are_independent(gptq, epilogue, tokens, c, scratch.get());
       }
+  c = context();
+  for (std::int64_t tokens : {std::int64_t(30), std::int64_t(100), kMany + 48})
+    for (const GptqSetup& gptq : {GptqSetup{4, 128, 1, false}, GptqSetup{4, 32, 1, true}})
+      rows_are_independent(gptq, Epilogue::residual, tokens, c, scratch.get());
 }
 
 TEST_CASE("linear: a call's list has the launches that are counted for it, each of which reads the weight",
@@ -373,15 +418,15 @@ TEST_CASE("linear: a call's list has the launches that are counted for it, each 
           REQUIRE(cuda::for_each_gemv_launch(tokens, count));
         }
         CAPTURE(to_string(dtype), gptq.bits, tokens, counted);
-        const bool codes = cuda::is_gptq_wgmma(context().arch(), tokens, 640, 72, dtype, gptq.bits, false);
-        const bool tiles = codes || takes_wgmma(tokens, 640, 72, dtype, packed != nullptr);
-        if (tiles) counted = codes ? std::size_t(tokens + cuda::kGptqWgmmaTile - 1) / cuda::kGptqWgmmaTile : 1;
+        const bool codes = packed && takes_packed(tokens, 640, 72, dtype), has_order = gptq.bits == 8;
+        const bool own = codes || takes_wgmma(tokens, 640, 72, dtype, packed != nullptr);
+        if (own && !has_order) counted = 1;
         CHECK(prepared(p.args(), {}).size() == counted);
         const cuda::LaunchList launches = prepared(p.args(), scratch.get());
-        CHECK(launches.has_calls() ==
-              (!tiles && cuda::is_gemm(context().arch(), tokens, 640, dtype, packed != nullptr)));
-        // The library's call; before it a quantised weight is made a dense one, and x is copied.
-        CHECK(launches.size() == (!launches.has_calls() ? counted : packed ? 3 : 1));
+        CHECK(launches.has_calls() == (!own && cuda::is_gemm(context().arch(), tokens, 640, dtype, packed != nullptr)));
+        // Before the product the columns of x are put into another order. Before the library's call a quantised weight
+        // is made a dense one, and x is copied.
+        CHECK(launches.size() == (codes && has_order ? 2 : !launches.has_calls() ? counted : packed ? 3 : 1));
       }
     }
 }

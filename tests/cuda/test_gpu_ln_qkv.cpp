@@ -1,6 +1,6 @@
 // ln_qkv on the GPU gives the bits of the four ops that it is made of.
 #include "cuda/ops/linear/packed/plan.hpp"
-#include "cuda/ops/linear/wgmma/plan.hpp"
+#include "cuda/ops/linear/wgmma/packed_plan.hpp"
 #include "tests/cuda/device_check.hpp"
 #include "tests/support/refusal.hpp"
 
@@ -52,7 +52,7 @@ void check_bits(DType activation, const GptqSetup& gptq) {
       // There linear's sums have another order.
       const std::int64_t tokens = load.batch * load.q_len, out = sizes.first.out();
       if (cuda::is_linear_wgmma(c.arch(), tokens, n.hidden, out, activation, gptq.bits) ||
-          cuda::is_gptq_wgmma(c.arch(), tokens, n.hidden, out, activation, gptq.bits, gptq.desc_act) ||
+          (gptq.bits == 4 && !gptq.desc_act && cuda::is_wgmma_packed(c.arch(), tokens, n.hidden, out, activation)) ||
           (packed && is_wide())) {
         CHECK(check_on_device<ops::LnQkv>(s, sizes));
         continue;

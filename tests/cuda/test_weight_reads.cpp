@@ -18,7 +18,7 @@
 #include "cuda/ops/linear/gemv/plan.hpp"
 #include "cuda/ops/linear/packed/plan.hpp"
 #include "cuda/ops/linear/tiles/plan.hpp"
-#include "cuda/ops/linear/wgmma/plan.hpp"
+#include "cuda/ops/linear/wgmma/packed_plan.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "cuda/step/choose.hpp"
 #include "cuda/step/outline.hpp"
@@ -66,8 +66,10 @@ Result<std::int64_t> launches_of(const Arch& arch, const ops::Linear::Args& a, b
   if (is_linear_tiles(arch, d.tokens, d.in, d.out, a.x.dtype, packed != nullptr, a.epilogue)) return std::int64_t(1);
   if (packed) {
     CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::Linear::name, *packed));
-    if (is_gptq_wgmma(arch, d.tokens, d.in, d.rows(), a.x.dtype, packed->format.bits, layout.has_order))
-      return (d.tokens + kGptqWgmmaTile - 1) / kGptqWgmmaTile;
+    // Columns in another order than the inputs' need scratch memory.
+    if ((library || !layout.has_order) && (is_wgmma_packed(arch, d.tokens, d.in, d.rows(), a.x.dtype) ||
+                                           is_tiles_packed(arch, d.tokens, d.in, d.rows(), a.x.dtype)))
+      return std::int64_t(1);
   }
   if (library && is_gemm(arch, d.tokens, d.in, a.x.dtype, packed != nullptr)) return std::int64_t(1);
   std::int64_t launches = 0, tokens = 0;

@@ -292,9 +292,9 @@ class SanitizeGpu(Scripts):
         super().setUp()
         self.stub("bin/nvidia-smi", log=False)
         # What each program lists for the tags that it is asked for.
-        self.program("test_gpu_ops", "*[[]persistent*|*[[]library*) exit;;")
-        self.program("test_gpu_persistent", "*[[]reruns*|*[[]library*|*~*) exit;;")
-        self.program("test_gpu_session", "*][[]reruns*) exit;;")
+        self.program("test_gpu_ops", "*[[]persistent*|*[[]library*|*[[]lane*) exit;;")
+        self.program("test_gpu_persistent", "*[[]reruns*|*[[]library*|*[[]lane*|*~*) exit;;")
+        self.program("test_gpu_session", "*][[]reruns*|*][[]lane*) exit;;")
         self.program("test_gpu_cluster", "*) exit;;")
         self.sanitizer()
 
@@ -338,6 +338,16 @@ class SanitizeGpu(Scripts):
         failed = [line for line in lines if "FAILED" in line]
         self.assertEqual(failed, ["initcheck test_gpu_ops FAILED: ERROR SUMMARY: 3 errors"])
         self.assertEqual(lines[-1], "11 runs, 1 failed: initcheck test_gpu_ops: ERROR SUMMARY: 3 errors")
+
+    def test_racecheck_leaves_out_rings_that_it_misreads_and_says_whether_it_still_does(self):
+        self.program("test_gpu_handovers", "*[[]persistent*|*[[]reruns*|*[[]library*) exit;;")
+        for code, says in (("99", "reports it, as ever"), ("0", "reports it no longer"), ("7", "exit 7")):
+            self.sanitizer(f'case "$*" in *"[small][lane]") exit {code};; esac')
+            result = self.run_script("sanitize_gpu", "--tools", "racecheck", "--programs", "handovers")
+            self.assertEqual(result.returncode, 0, result)
+            lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+            ring = f"racecheck a right ring, [lane] {says}"
+            self.assertEqual(lines, ["racecheck test_gpu_handovers ok, without [lane]", ring, "1 runs, all ok"])
 
     def test_a_run_that_does_not_end_is_a_failure(self):
         self.sanitizer('case "$*" in *racecheck*test_gpu_ops*) echo "==== begun"; sleep 60;; esac')

@@ -20,6 +20,16 @@ Status check_dense(const ops::Linear::Args& a) {
   return a.x.dtype == DType::f32 ? Status() : check_weight_dtype(ops::Linear::name, a.x.dtype, dense->weight.dtype);
 }
 
+/// Whether there are so many bytes of scratch memory.
+Status check_scratch(const Target& target, std::size_t bytes) {
+  if (!target.scratch.data) return leave("needs scratch memory");
+  if (reinterpret_cast<std::uintptr_t>(target.scratch.data) % 256)
+    return bad_argument(ops::Linear::name, "the scratch memory is misaligned, expected a multiple of 256 bytes");
+  return leave(target.scratch.bytes >= bytes ? ""
+                                             : "needs " + std::to_string(bytes) + " B of scratch memory, got " +
+                                                   std::to_string(target.scratch.bytes));
+}
+
 /// The packed weight, and how it is laid out.
 struct PackedMatrix {
   const PackedWeight* weight;
@@ -33,19 +43,22 @@ Result<PackedMatrix> packed_of(const ops::Linear::Args& a) {
   return PackedMatrix{packed, layout};
 }
 
+/// What Hopper's tensor cores do not take of a packed weight beside its sizes.
+Status check_packed_on_wgmma(const Target& target, const ops::Linear::Args& a, const GptqLayout& layout) {
+  if (layout.pairs != RopePairs{} && (a.residual || a.epilogue == ops::Epilogue::swiglu))
+    return leave("takes rows in RoPE's order without residual and gates");
+  const std::size_t bytes = packed_columns_bytes(layout, a.x.shape[0]);
+  return bytes == 0 ? Status() : check_scratch(target, bytes);
+}
+
 /// cuBLASLt's plan, for a dense or a packed weight.
 Result<GemmPlan> plan_gemm(const Target& target, const ops::Linear::Args& a, bool fits_dtype) {
   const auto d = ops::Linear::dims(a);
   CF_TRY(leave(
       why_no_gemm(target.arch, d.tokens, d.in, a.x.dtype, std::holds_alternative<PackedWeight>(a.linear.weight))));
-  if (!target.scratch.data) return leave("needs scratch memory");
-  if (reinterpret_cast<std::uintptr_t>(target.scratch.data) % 256)
-    return bad_argument(ops::Linear::name, "the scratch memory is misaligned, expected a multiple of 256 bytes");
   if (!fits_dtype) return leave("takes weights within float16's range");
   const GemmPlan plan = gemm_plan(a);
-  if (target.scratch.bytes < plan.at.bytes)
-    return leave("needs " + std::to_string(plan.at.bytes) + " B of scratch memory, got " +
-                 std::to_string(target.scratch.bytes));
+  CF_TRY(check_scratch(target, plan.at.bytes));
   if (!target.has_gemm()) return leave("needs cuBLASLt");
   return plan;
 }
@@ -102,20 +115,20 @@ Result<GemvLaunches> plan_gemv(const Target& target, const ops::Linear::Args& a)
   return all;
 }
 
-Result<WgmmaPackedLaunches> plan_wgmma_packed(const Target& target, const ops::Linear::Args& a) {
+Result<WgmmaPackedPlan> plan_wgmma_packed(const Target& target, const ops::Linear::Args& a) {
   CF_TRY_ASSIGN(const PackedMatrix m, packed_of(a));
   const auto d = ops::Linear::dims(a);
-  CF_TRY(leave(target.has_wgmma ? why_no_gptq_wgmma(target.arch, d.tokens, d.in, d.rows(), a.x.dtype,
-                                                    m.weight->format.bits, m.layout.has_order)
-                                : kNoWgmma));
-  if (m.layout.pairs != RopePairs{} && (a.residual || a.epilogue == ops::Epilogue::swiglu))
-    return leave("takes rows in RoPE's order without residual and gates");
-  WgmmaPackedLaunches all;
-  for (std::int64_t first = 0; first < d.tokens; first += kGptqWgmmaTile) {
-    const std::int64_t tokens = std::min(kGptqWgmmaTile, d.tokens - first);
-    all.launches.push_back({first, tokens, gptq_wgmma_plan(target.arch, tokens, d.in, d.rows())});
-  }
-  return all;
+  CF_TRY(leave(target.has_wgmma ? why_no_wgmma_packed(target.arch, d.tokens, d.in, d.rows(), a.x.dtype) : kNoWgmma));
+  CF_TRY(check_packed_on_wgmma(target, a, m.layout));
+  return wgmma_packed_plan(target.arch, m.layout, d.tokens, d.rows());
+}
+
+Result<PackedTilesPlan> plan_tiles_packed(const Target& target, const ops::Linear::Args& a) {
+  CF_TRY_ASSIGN(const PackedMatrix m, packed_of(a));
+  const auto d = ops::Linear::dims(a);
+  CF_TRY(leave(target.has_wgmma ? why_no_tiles_packed(target.arch, d.tokens, d.in, d.rows(), a.x.dtype) : kNoWgmma));
+  CF_TRY(check_packed_on_wgmma(target, a, m.layout));
+  return packed_tiles_plan(target.arch, m.layout, d.tokens, d.rows());
 }
 
 Result<GemmPlan> plan_cublaslt_packed(const Target& target, const ops::Linear::Args& a) {

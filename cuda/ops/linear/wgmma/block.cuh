@@ -14,6 +14,11 @@ namespace cf::cuda {
 inline constexpr int kWgmmaConsumers = 32 * kLinearWgmmaWarps;
 inline constexpr int kWgmmaThreads = kWgmmaConsumers + 32;  // the last warp starts the copies
 
+/// A block whose consumers need more registers than there are for each thread has a whole warpgroup beside them, which
+/// gives them most of its own.
+inline constexpr int kWgmmaMostThreads = kWgmmaConsumers + 128, kWgmmaRegisters = 240, kWgmmaCopyRegisters = 24;
+static_assert(kWgmmaConsumers * kWgmmaRegisters + 128 * kWgmmaCopyRegisters <= kH200.registers_per_sm);
+
 struct WgmmaCall {
   LinearOutput output;
   int tokens, steps, splits, stages;
@@ -230,8 +235,10 @@ struct Finish : QuadRows<Tokens> {
 
 /// Makes the block's rows of one product or of several, with a sum each. One warp calls copy(ring, rank, first_row),
 /// which fills the ring; the consumer warps call multiply(ring, rank, first_row, sum), which empties it, and then
-/// make_finish(warps, first_row) and store() of what it makes.
-template <int Tokens, int Products, class Ring, class Copy, class Multiply, class MakeFinish>
+/// make_finish(warps, first_row) and store() of what it makes. In a block of kWgmmaMostThreads the consumers take
+/// kWgmmaRegisters.
+template <int Tokens, int Products, class Ring, int Threads = kWgmmaThreads, class Copy, class Multiply,
+          class MakeFinish>
 __device__ void multiply_products(const WgmmaCall& c, Copy copy, Multiply multiply, MakeFinish make_finish) {
   extern __shared__ unsigned char smem[];
   __shared__ std::uint64_t full[kMostLinearWgmmaStages], empty[kMostLinearWgmmaStages], arrived;
@@ -247,21 +254,25 @@ __device__ void multiply_products(const WgmmaCall& c, Copy copy, Multiply multip
 
   const int warp = threadIdx.x / 32, rank = c.splits > 1 ? cluster_rank() : 0;
   const int first_row = int(blockIdx.x) / c.splits * kLinearWgmmaTileRows;
-  float sum[Products][Tokens / 2] = {};
-  if (warp == kLinearWgmmaWarps) {
-    copy(ring, rank, first_row);
-  } else {
-    multiply(ring, rank, first_row, sum);
-  }
-
-  const Parts<Tokens, Products> parts{reinterpret_cast<float*>(ring.first), c.splits};
   ClusterInbox inbox(&arrived);
-  __syncthreads();  // no warp reads the ring any more
-  if (c.splits > 1) {
-    inbox.open();
-    inbox.connect();
+  const auto meet = [&] {
+    __syncthreads();  // no warp reads the ring any more
+    if (c.splits > 1) {
+      inbox.open();
+      inbox.connect();
+    }
+  };
+  if (warp >= kLinearWgmmaWarps) {
+    if constexpr (Threads == kWgmmaMostThreads) give_registers<kWgmmaCopyRegisters>();
+    if (warp == kLinearWgmmaWarps) copy(ring, rank, first_row);
+    meet();
+    return;
   }
-  if (warp == kLinearWgmmaWarps) return;
+  if constexpr (Threads == kWgmmaMostThreads) take_registers<kWgmmaRegisters>();
+  float sum[Products][Tokens / 2] = {};
+  multiply(ring, rank, first_row, sum);
+  meet();
+  const Parts<Tokens, Products> parts{reinterpret_cast<float*>(ring.first), c.splits};
   const int owner = warp * c.splits / kLinearWgmmaWarps;
 #pragma unroll
   for (int p = 0; p < Products; ++p) {
@@ -294,9 +305,10 @@ __device__ void multiply_products(const WgmmaCall& c, Copy copy, Multiply multip
 }
 
 /// The same of one product: copy(ring, steps, first_row) and multiply(ring, steps, first_row, sum).
-template <class T, int Tokens, bool Gated, class Ring, class Order, class Copy, class Multiply>
+template <class T, int Tokens, bool Gated, class Ring, int Threads = kWgmmaThreads, class Order, class Copy,
+          class Multiply>
 __device__ void multiply_rows(const WgmmaCall& c, const Order& order, Copy copy, Multiply multiply) {
-  multiply_products<Tokens, 1, Ring>(
+  multiply_products<Tokens, 1, Ring, Threads>(
       c, [&](const Ring& ring, int rank, int first_row) { copy(ring, Steps(c, rank), first_row); },
       [&](const Ring& ring, int rank, int first_row, float(&sum)[1][Tokens / 2]) {
         multiply(ring, Steps(c, rank), first_row, sum[0]);

@@ -5,7 +5,6 @@
 #include <string_view>
 
 #include "core/dtype.hpp"
-#include "cuda/ops/token_launches.hpp"
 #include "cuda/runtime/arch.hpp"
 #include "cuda/runtime/plan_text.hpp"
 
@@ -80,15 +79,16 @@ constexpr int linear_wgmma_parts_bytes(int token_tile, int splits) {
 
 /// One block an SM at most. Up to 64 tokens an SM has room for a block of the next launch, too: its copies of weights
 /// begin while this launch ends. The products of 128 tokens need the longer ring more. All clusters have their SMs at
-/// once; the blocks of one lie on SMs of one group of 16 or more. A split has at least kLeastSteps steps of
+/// once; the blocks of one lie on SMs of one group of 16 or more. A stage has `weight_bytes` of weights. A split has at least kLeastSteps steps of
 /// kLinearWgmmaColumns columns.
 constexpr LinearWgmmaPlan linear_wgmma_plan(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
-                                            int bits = 16) {
+                                            int weight_bytes = linear_wgmma_weight_bytes(16)) {
   constexpr std::int64_t kLeastSteps = 4;
   constexpr int kGroupSms = 16, kMostRingBytes = 6 * linear_wgmma_stage_bytes(128);
   // A stage begins at a multiple of 1024 bytes; beside the ring a block has its barriers.
   constexpr int extra_bytes = 1024, static_bytes = 256;
-  const int token_tile = linear_wgmma_token_tile(tokens), stage_bytes = linear_wgmma_stage_bytes(token_tile, bits);
+  const int token_tile = linear_wgmma_token_tile(tokens),
+            stage_bytes = weight_bytes + token_tile * kLinearWgmmaColumns * 2;
   const std::int64_t row_tiles = (out + kLinearWgmmaTileRows - 1) / kLinearWgmmaTileRows,
                      steps = (in + kLinearWgmmaColumns - 1) / kLinearWgmmaColumns;
   const int room_bytes = smem_per_block_bytes(arch, token_tile > 64 ? 1 : 2) - extra_bytes - static_bytes;
@@ -132,31 +132,6 @@ constexpr LinearSumWgmmaPlan linear_sum_wgmma_plan(const Arch& arch, std::int64_
   const int parts_bytes = 2 * linear_wgmma_parts_bytes(second.token_tile, second.splits), align_bytes = 1024;
   return {.first = first, .second = second, .smem_bytes = std::max(second.smem_bytes, align_bytes + parts_bytes)};
 }
-
-/// Tokens of a launch with a packed GPTQ weight: more leave no registers.
-inline constexpr std::int64_t kGptqWgmmaTile = 64;
-
-/// Why a product of a packed weight does not go there. Empty where it does: codes of 4 bits, whose columns are the
-/// inputs in their order.
-constexpr std::string_view why_no_gptq_wgmma(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
-                                             DType activation, int bits, bool has_order) {
-  if (tokens < arch.tuning->packed_wgmma_first) return "takes more tokens";
-  if (tokens > arch.tuning->packed_wgmma_tokens) return "takes fewer tokens";
-  if (bits != 4) return "takes codes of 4 bits";
-  if (has_order) return "takes columns in the inputs' order";
-  return why_no_wgmma(arch, in, out, activation);
-}
-constexpr bool is_gptq_wgmma(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out, DType activation,
-                             int bits, bool has_order) {
-  return why_no_gptq_wgmma(arch, tokens, in, out, activation, bits, has_order).empty();
-}
-
-/// The plan of one such launch.
-constexpr LinearWgmmaPlan gptq_wgmma_plan(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out) {
-  return linear_wgmma_plan(arch, std::max<std::int64_t>(tokens, 17), in, out, 4);
-}
-
-using WgmmaPackedLaunches = TokenLaunches<LinearWgmmaPlan>;
 
 static_assert(kH200Tuning.wgmma_tokens <= kLinearWgmmaTokens);
 static_assert(linear_wgmma_parts_bytes(128, 1) <= linear_wgmma_plan(kH200, 128, 64, 128).smem_bytes - 1024);

@@ -1,0 +1,175 @@
+#pragma once
+// Products of packed 4-bit codes on Hopper's tensor cores. Operand a is code - zero, made in registers: both are small
+// whole numbers, so every product is that of the exact weight. The sums of a group meet their scale in float32 where
+// the group ends.
+#include "cuda/device/barrier.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/vec.cuh"
+#include "cuda/ops/linear/wgmma/packed_plan.hpp"
+#include "cuda/ops/linear/wgmma/ring.cuh"
+#include "cuda/runtime/tensor_map.hpp"
+
+namespace cf::cuda {
+
+// Other devices' code has no use for what follows.
+#ifdef CF_HAVE_WGMMA
+/// Codes as 16-bit numbers: a number whose last four bits are free, with a code in them. The difference to the same
+/// number with the zero added is code - zero, exactly.
+template <class T>
+struct CodeBase;
+template <>
+struct CodeBase<f16> {
+  static constexpr std::uint32_t bits = 0x64006400;
+  static constexpr float value = 1024;
+};
+template <>
+struct CodeBase<bf16> {
+  static constexpr std::uint32_t bits = 0x43004300;
+  static constexpr float value = 128;
+};
+
+/// Of a row's word of scales: the scale, and CodeBase with the zero added, twice.
+__device__ inline float scale_of(std::uint32_t word) { return unpack(word, f16{}).x; }
+template <class T>
+__device__ std::uint32_t zero_of(std::uint32_t word) {
+  const float zero = CodeBase<T>::value + unpack(word, f16{}).y;
+  return pack_pair<T>(zero, zero);
+}
+
+/// A block's stages in shared memory: weights as kPackedWeightBytes says, and Rows rows of operand b. The copy engine
+/// puts a stage's codes down as rows of 128 bytes, four for each tile of 16 rows, and the scales as a row of two groups
+/// for each tile.
+template <int Rows>
+struct PackedRing {
+  static constexpr int stage_bytes = kPackedWeightBytes + Rows * kTileRowBytes;
+  unsigned char* first;         // at a multiple of 1024 bytes
+  std::uint64_t *full, *empty;  // the stages' barriers
+  int stages;
+
+  __device__ unsigned char* a(int stage) const { return first + stage * stage_bytes; }
+  __device__ unsigned char* scales(int stage) const { return a(stage) + kPackedCodesBytes; }
+  __device__ unsigned char* b(int stage) const { return a(stage) + kPackedWeightBytes; }
+};
+
+/// Begins the copies of a step of the weights, for the rows from tile `tile` on.
+__device__ inline void copy_packed(unsigned char* to, const CUtensorMap& codes, const CUtensorMap& scales,
+                                   int halves_a_group, int tile, int step, std::uint64_t* full) {
+  constexpr int rows = kGptqTileBytes / kTileRowBytes, group_elements = kGptqGroupBytes / 2;
+  copy_tensor_tile(to, &codes, 0, step * rows, tile, full);
+  copy_tensor_tile(to + kPackedCodesBytes, &scales, 2 * step / halves_a_group * group_elements, tile, 0, full);
+}
+
+/// The words of scales of rows g and g + 8 of a warp's tile, g = lane / 4, in the first or second group of a stage.
+__device__ inline uint2 stage_scales(const unsigned char* scales, int group) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+  return *reinterpret_cast<const uint2*>(scales + warp * kTileRowBytes + ((4 * group + g / 2) ^ warp) * 16 + g % 2 * 8);
+}
+
+/// Operand a of 32 * Halves columns, from half chunk `half` on, of a warp's tile of a stage's codes.
+///
+/// A lane (g = lane / 4, t = lane % 4) wants of each 16 columns 2t, 2t + 1, 8 + 2t and 9 + 2t in rows g and g + 8. A
+/// chunk's bytes 16 (4g + i) .. hold columns 8i .. 8i + 7 of these rows, and 32 + 8i .. (pack/format.hpp). So the four
+/// lanes of a row load the same bytes, and each takes its own pair of every word. In the order in which the copy engine
+/// puts the units of 16 bytes down, those of eight rows lie in 32 different banks.
+template <class T, int Halves>
+__device__ void make_operand(const unsigned char* codes, int half, const std::uint32_t (&zero)[2],
+                             std::uint32_t (&a)[2 * Halves][4]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, shift = gptq_shift(2 * (lane % 4));
+  const unsigned char* const row =
+      codes + warp * kGptqTileBytes + g / 2 * kTileRowBytes + (g ^ warp) % 2 * 64 + half * 8;
+  std::uint32_t words[4][2 * Halves];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const unsigned char* const from = row + (i ^ g / 2) * 16;
+    if constexpr (Halves == 2)
+      *reinterpret_cast<uint4*>(words[i]) = *reinterpret_cast<const uint4*>(from);
+    else
+      *reinterpret_cast<uint2*>(words[i]) = *reinterpret_cast<const uint2*>(from);
+  }
+#pragma unroll
+  for (int k = 0; k < 2 * Halves; ++k)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const std::uint32_t word = words[k % 2 * 2 + e / 2][k / 2 * 2 + e % 2];
+      a[k][e] = difference((word >> shift & 0x000f000f) | CodeBase<T>::bits, zero[e % 2], T{});
+    }
+}
+
+/// sum += a warpgroup's products of 64 rows and Tokens tokens, over `count` steps of 64 columns from step `first` on.
+/// The steps come in the ring from `slot` on; release(stage) says that the warp is done with a stage. Groups have
+/// `halves_a_group` times 32 columns: a multiple of Halves, which are multiplied at once.
+///
+/// While products run, the operand of the next ones is made. It lies in other registers: those of a product belong to
+/// the tensor cores until the product is done.
+template <class T, int Tokens, int Halves, class Release>
+__device__ void multiply_codes(const PackedRing<Tokens>& ring, RingSlot& slot, int first, int count, int halves_a_group,
+                               Release release, float (&sum)[Tokens / 2]) {
+  constexpr int kUnits = 2 / Halves, kProducts = 2 * Halves;  // a step has units, a unit has products of 16 columns
+  const int units = count * kUnits, units_a_group = halves_a_group / Halves;
+  int ends_in = units_a_group - first * kUnits % units_a_group;  // units to the end of the group
+  float of_group[Tokens / 2], scale[2];
+  bool is_added = false;
+  const auto end_group = [&] {
+    wgmma_wait<0>();
+    keep_in_registers(of_group);
+#pragma unroll
+    for (int i = 0; i < Tokens / 2; ++i) sum[i] = fmaf(scale[i / 2 % 2], of_group[i], sum[i]);
+  };
+  std::uint32_t a[2][kProducts][4];  // of units in turn
+  RingSlot of_codes = slot;
+  uint2 words;  // of the group whose codes became operands last
+  std::uint32_t zero[2];
+  const auto make = [&](int turn, int unit, bool begins) {
+    if (unit == 0) wait_barrier(ring.full + of_codes.stage, of_codes.parity);
+    if (begins) {
+      words = stage_scales(ring.scales(of_codes.stage), unit);
+      zero[0] = zero_of<T>(words.x), zero[1] = zero_of<T>(words.y);
+    }
+    std::uint32_t made[kProducts][4];
+    make_operand<T, Halves>(ring.a(of_codes.stage), unit, zero, made);
+#pragma unroll
+    for (int k = 0; k < kProducts; ++k) copy_registers(a[turn][k], made[k]);
+    if (unit == kUnits - 1) of_codes.next(ring.stages);
+  };
+  make(0, 0, true);
+  scale[0] = scale_of(words.x), scale[1] = scale_of(words.y);
+
+  const std::uint32_t first_b = std::uint32_t(tile_along_k(ring.b(0)));
+  int finished = -1;  // a stage whose products are the last but those of one unit
+#pragma unroll 1
+  for (int i = 0; i < units; i += 2) {
+#pragma unroll
+    for (int turn = 0; turn < 2; ++turn) {
+      const int unit = kUnits == 2 ? turn : 0;
+      const std::uint32_t b = first_b + slot.stage * (ring.stage_bytes >> 4) + unit * 2 * std::uint32_t(kWgmmaStep);
+      if (!is_added) keep_in_registers(of_group);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kProducts; ++k)
+        wgmma(of_group, a[turn][k], tile_along_k_at(b + k * std::uint32_t(kWgmmaStep)), k > 0 || is_added, T{});
+      wgmma_commit();
+      is_added = true;
+      wgmma_wait<1>();  // the other operand's products are done
+#pragma unroll
+      for (int k = 0; k < kProducts; ++k) keep_in_registers(a[1 - turn][k]);
+      if (finished >= 0) release(finished);
+      finished = unit == kUnits - 1 ? slot.stage : -1;
+      if (unit == kUnits - 1) slot.next(ring.stages);
+      if (i + turn + 1 >= units) break;
+
+      const bool ends = --ends_in == 0;
+      make(1 - turn, kUnits == 2 ? 1 - unit : 0, ends);
+      if (ends) {
+        end_group();
+        is_added = false;
+        scale[0] = scale_of(words.x), scale[1] = scale_of(words.y);
+        ends_in = units_a_group;
+      }
+    }
+  }
+  end_group();
+  release(finished);
+}
+#endif
+
+}  // namespace cf::cuda

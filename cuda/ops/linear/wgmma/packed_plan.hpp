@@ -1,0 +1,126 @@
+#pragma once
+// How the product of 17 tokens or more with a packed GPTQ matrix is laid out for Hopper's tensor cores.
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "cuda/ops/linear/pack/pack.hpp"
+#include "cuda/ops/linear/wgmma/plan.hpp"
+#include "cuda/runtime/arch.hpp"
+#include "cuda/runtime/plan_text.hpp"
+
+namespace cf::cuda {
+
+/// A stage's weights: the codes of kLinearWgmmaTileRows rows and kLinearWgmmaColumns columns, and these rows' scales and
+/// zeros in two groups, the second of which begins where the columns have more than one.
+inline constexpr int kPackedCodesBytes = linear_wgmma_weight_bytes(4),
+                     kPackedScalesBytes = kLinearWgmmaTileRows / kGptqRows * 2 * kGptqGroupBytes,
+                     kPackedWeightBytes = kPackedCodesBytes + kPackedScalesBytes;
+
+/// Up to this many tokens, whose rows and tiles an int counts.
+inline constexpr std::int64_t kPackedTilesTokens = std::int64_t(1) << 24;
+
+/// Why Hopper's tensor cores do not multiply a packed weight of `rows` rows. Empty where they do.
+constexpr std::string_view why_no_packed_on_wgmma(const Arch& arch, std::int64_t tokens, std::int64_t in,
+                                                  std::int64_t rows, DType activation) {
+  return tokens < arch.tuning->packed_wgmma_first ? "takes more tokens" : why_no_wgmma(arch, in, rows, activation);
+}
+/// Why one block does not take all tokens of such a product. Empty where it does: few tokens.
+constexpr std::string_view why_no_wgmma_packed(const Arch& arch, std::int64_t tokens, std::int64_t in,
+                                               std::int64_t rows, DType activation) {
+  return tokens > arch.tuning->packed_wgmma_tokens ? "takes fewer tokens"
+                                                   : why_no_packed_on_wgmma(arch, tokens, in, rows, activation);
+}
+constexpr bool is_wgmma_packed(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t rows,
+                               DType activation) {
+  return why_no_wgmma_packed(arch, tokens, in, rows, activation).empty();
+}
+/// Why such a product is not divided into tiles of tokens. Empty where it is: many tokens.
+constexpr std::string_view why_no_tiles_packed(const Arch& arch, std::int64_t tokens, std::int64_t in,
+                                               std::int64_t rows, DType activation) {
+  if (tokens <= arch.tuning->packed_wgmma_tokens) return "takes more tokens";
+  if (tokens > kPackedTilesTokens) return "takes fewer tokens";
+  return why_no_packed_on_wgmma(arch, tokens, in, rows, activation);
+}
+constexpr bool is_tiles_packed(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t rows,
+                               DType activation) {
+  return why_no_tiles_packed(arch, tokens, in, rows, activation).empty();
+}
+
+/// The bytes of scratch memory for x in the order of the matrix's columns. 0 where column k is input k: then x itself
+/// is in this order.
+constexpr std::size_t packed_columns_bytes(const GptqLayout& layout, std::int64_t tokens) {
+  return layout.has_order ? std::size_t(tokens) * std::size_t(layout.chunks) * kGptqColumns * 2 : 0;
+}
+
+inline std::string columns_text(std::size_t columns_bytes) {
+  return columns_bytes ? ", " + std::to_string(columns_bytes) + " B of x in the order of the columns" : "";
+}
+
+/// One launch for up to kLinearWgmmaTokens tokens, laid out as that of a dense weight with as many columns.
+struct WgmmaPackedPlan {
+  LinearWgmmaPlan product;
+  std::size_t columns_bytes;
+};
+
+constexpr WgmmaPackedPlan wgmma_packed_plan(const Arch& arch, const GptqLayout& layout, std::int64_t tokens,
+                                            std::int64_t rows) {
+  // Groups that end within a step have no kernel of 32 tokens a tile.
+  const std::int64_t fewest = layout.columns_per_group % kLinearWgmmaColumns ? 33 : 17;
+  return {.product = linear_wgmma_plan(arch, std::max(tokens, fewest), std::int64_t(layout.chunks) * kGptqColumns, rows,
+                                       kPackedWeightBytes),
+          .columns_bytes = packed_columns_bytes(layout, tokens)};
+}
+
+inline std::string to_string(const WgmmaPackedPlan& p) { return to_string(p.product) + columns_text(p.columns_bytes); }
+
+/// A tile is kLinearWgmmaTileRows rows of the weight and kPackedTilesTokenRows tokens. The blocks of a cluster have
+/// tiles of the same tokens, of rows beside each other, and share the copies of x. Such a group of tiles lies at group
+/// i % token_groups of tokens and i / token_groups of rows; clusters take groups in turn.
+inline constexpr int kPackedTilesTokenRows = 128, kPackedTilesBlocks = 2;
+
+/// A warp's sums go through shared memory in chunks: kPackedTilesChunk tokens of its rows, in float32.
+inline constexpr int kPackedTilesChunk = 32;
+inline constexpr int kPackedTilesChunkFloats = kPackedTilesChunk * kLinearWgmmaPartPitch;
+
+/// The stages of a block's ring. Beside the ring a block has its chunks, and its barriers as static memory.
+inline constexpr int kPackedTilesStaticBytes = 256;
+inline constexpr int kPackedTilesStageBytes = kPackedWeightBytes + kPackedTilesTokenRows * kLinearWgmmaColumns * 2;
+inline constexpr int kPackedTilesChunksBytes = kLinearWgmmaWarps * kPackedTilesChunkFloats * 4;
+inline constexpr int kPackedTilesStages =
+    (kH200.smem_per_block_bytes - 1024 - kPackedTilesStaticBytes - kPackedTilesChunksBytes) / kPackedTilesStageBytes;
+inline constexpr int kPackedTilesSmemBytes =
+    1024 + kPackedTilesStages * kPackedTilesStageBytes + kPackedTilesChunksBytes;
+static_assert(kPackedTilesStages <= kMostLinearWgmmaStages);
+
+struct PackedTilesPlan {
+  int token_groups, row_groups;
+  int clusters;
+  std::size_t columns_bytes;
+
+  constexpr int groups() const { return token_groups * row_groups; }
+};
+
+constexpr PackedTilesPlan packed_tiles_plan(const Arch& arch, const GptqLayout& layout, std::int64_t tokens,
+                                            std::int64_t rows) {
+  const auto groups = [](std::int64_t size, int group) { return int((size + group - 1) / group); };
+  PackedTilesPlan p{.token_groups = groups(tokens, kPackedTilesTokenRows),
+                    .row_groups = groups(rows, kPackedTilesBlocks * kLinearWgmmaTileRows),
+                    .clusters = arch.sm_count / kPackedTilesBlocks,
+                    .columns_bytes = packed_columns_bytes(layout, tokens)};
+  p.clusters = std::min(p.clusters, p.groups());
+  return p;
+}
+
+inline std::string to_string(const PackedTilesPlan& p) {
+  return plan_text({{p.clusters, "clusters"},
+                    {(p.groups() + p.clusters - 1) / p.clusters, "rounds"},
+                    {p.token_groups, "token groups"},
+                    {p.row_groups, "row groups"},
+                    {kPackedTilesSmemBytes, "B of shared memory"}}) +
+         columns_text(p.columns_bytes);
+}
+
+}  // namespace cf::cuda
