@@ -146,6 +146,8 @@ Result<PackedLaunches> plan_packed(const Target& target, const ops::Linear::Args
   GptqSizes sizes = gptq_sizes(m.layout, tokens);
   // The kernel of one token has another order of sums than those of several.
   if (target.arch.tuning->is_invariant()) sizes.one_token = false;
+  // The kernel of quads finishes four rows at once.
+  sizes.in_quads = sizes.in_quads && gptq_is_plain(a, m.layout, {}, 4);
   PackedLaunches all;
   CF_TRY(for_each_gptq_launch(target.arch, sizes, tokens, [&](std::int64_t first, const GptqPlan& plan) {
     all.launches.push_back({first, plan.tokens, plan});

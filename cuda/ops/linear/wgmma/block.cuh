@@ -263,7 +263,7 @@ __device__ void multiply_products(const WgmmaCall& c, Copy copy, Multiply multip
   const int first_row = int(blockIdx.x) / c.splits * kLinearWgmmaTileRows;
   ClusterInbox inbox(&arrived);
   const auto meet = [&] {
-    __syncthreads();  // no warp reads the ring any more
+    named_barrier(2, Threads);  // no warp reads the ring any more; __syncthreads() may not lie in two branches
     if (c.splits > 1) {
       inbox.open();
       inbox.connect();
