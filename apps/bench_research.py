@@ -45,9 +45,10 @@ def write_checkpoint(folder, model, seed):
     from cf_ops import _safetensors
 
     os.makedirs(folder)
-    golden_file.write_json(
-        os.path.join(folder, "config.json"), model_config.hf_config(model) | {"torch_dtype": "float16"}
-    )
+    config = model_config.hf_config(model) | {"torch_dtype": "float16", "architectures": ["GPTNeoXForCausalLM"]}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    golden_file.write_json(os.path.join(folder, "config.json"), config | ends)
+    golden_file.write_json(os.path.join(folder, "generation_config.json"), ends)
     shapes = model_config.model_shapes(model, model_config.layer_shapes(model))
     pool = (np.random.default_rng(seed).standard_normal(POOL, np.float32) * 0.02).astype(np.float16)
     stored = {name: ("F16", tuple(shape)) for name, shape in shapes.items()}
@@ -58,11 +59,20 @@ def write_checkpoint(folder, model, seed):
             part[:] = pool[: part.size]
 
 
-def load(args, **sizes):
-    """The preset, on a GPU with so many slots."""
+def checkpoint(args, folder, step):
+    """The folder of a checkpoint, which is written at its first use."""
+    path = os.path.join(folder, f"step{step}")
+    if not os.path.exists(path):
+        write_checkpoint(path, model_config.PYTHIA_PRESETS[args.preset], step)
+    return path
+
+
+def load(args, folder, **sizes):
+    """The model, on a GPU with so many slots."""
     import cf_ops
 
-    return cf_ops.load(args.preset, device=args.device, **(sizes if args.device != "cpu" else {}))
+    sizes = sizes if args.device != "cpu" else {}
+    return cf_ops.load(checkpoint(args, folder, 1), device=args.device, **sizes)
 
 
 def random_ids(model, rows, length):
@@ -78,13 +88,13 @@ def decoded(model, prompts, steps):
     decoder.close()
 
 
-def time_memorize(args, _):
+def time_memorize(args, folder):
     import cf_ops
 
-    with load(args, slots=args.slots, capacity=64) as model:
+    with load(args, folder, slots=args.slots, capacity=64) as model:
         rows = random_ids(model, args.waves * args.slots, 64)
-        cf_ops.memorize(model, rows[: args.slots], slots=args.slots)  # graphs are made
-        taken, _ = seconds(lambda: cf_ops.memorize(model, rows, slots=args.slots))
+        cf_ops.memorize(model, rows[: args.slots], slots=args.slots, never=())  # graphs are made
+        taken, _ = seconds(lambda: cf_ops.memorize(model, rows, slots=args.slots, never=()))
         prompts = [row[:32].tolist() for row in rows[: args.slots]]
         decoded(model, prompts, 32)
         alone, _ = seconds(lambda: decoded(model, prompts, 32))
@@ -102,10 +112,7 @@ def time_swap(args, folder):
     import cf_ops
     from cf_ops.model import open_weights
 
-    model_of = model_config.PYTHIA_PRESETS[args.preset]
-    paths = [os.path.join(folder, f"step{i}") for i in (1, 2)]
-    for seed, path in enumerate(paths):
-        write_checkpoint(path, model_of, seed)
+    paths = [checkpoint(args, folder, step) for step in (1, 2)]
     load_s, model = seconds(lambda: cf_ops.load(paths[0], device=args.device))
     swaps, reads, copies = [], [], []
     for i in range(args.runs):
@@ -127,7 +134,7 @@ def time_swap(args, folder):
 def time_taps(args, folder):
     import cf_ops
 
-    with load(args, slots=16, capacity=512) as model:
+    with load(args, folder, slots=16, capacity=512) as model:
         prompts = random_ids(model, args.prompts, 512)
         some = [row.tolist() for row in prompts[:16]]
         decoded(model, some, 1)
@@ -158,9 +165,9 @@ def main(argv):
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 ... or cpu (cuda)")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (all)")
     parser.add_argument("--slots", type=console.integer(1, 1024), default=1024, help="sequences at once (1024)")
-    parser.add_argument("--waves", type=console.integer(1, 1000), default=4, help="how often so many (4)")
-    parser.add_argument("--prompts", type=console.integer(16, 1 << 16), default=128, help="of 512 ids, of taps (128)")
-    parser.add_argument("--runs", type=console.integer(1, 100), default=3, help="of each swap (3)")
+    parser.add_argument("--waves", type=console.integer(1, 1000), default=2, help="how often so many (2)")
+    parser.add_argument("--prompts", type=console.integer(1, 1 << 16), default=96, help="of 512 ids, of taps (96)")
+    parser.add_argument("--runs", type=console.integer(1, 100), default=2, help="of each swap (2)")
     parser.add_argument("--folder", help="where checkpoints and activations are written (the system's)")
     parser.add_argument("--json", help="a file for the figures")
     try:

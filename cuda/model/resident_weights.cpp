@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -52,6 +53,16 @@ Status check_on_host(const std::string& name, const void* data) {
   CF_TRY(from_cuda(cudaPointerGetAttributes(&found, data), "cudaPointerGetAttributes"));
   if (found.type != cudaMemoryTypeDevice) return {};
   return bad_argument(kName, "swap: '" + name + "' is in the memory of a device, expected the host's");
+}
+
+/// Whether launches that were prepared for a packed weight read another one in its place. The order of rows is a
+/// model's.
+bool is_same(const GptqLayout& a, const GptqLayout& b) {
+  const auto sizes = [](const GptqLayout& l) {
+    return std::tuple(l.row_tiles, l.chunks, l.groups, l.columns_per_group, l.inputs, l.has_order, l.in_order,
+                      l.fits_f16);
+  };
+  return sizes(a) == sizes(b);
 }
 
 /// Refuses a Linear whose quantised weight is not packed as this model's steps read it, in the memory of the device.
@@ -305,8 +316,9 @@ Status ResidentWeights::swap(const ModelWeights& model) {
     const std::vector<PackedWeight*> places = s.packed_of(l);
     for (std::size_t i = 0; i < places.size(); ++i) {
       if (!places[i]) continue;
-      const auto& made = std::get<PackedWeight>(packed.back()[i].weight);
-      if (made.layout != places[i]->layout || made.data.shape != places[i]->data.shape)
+      CF_TRY_ASSIGN(const GptqLayout made, gptq_layout(kName, std::get<PackedWeight>(packed.back()[i].weight)));
+      CF_TRY_ASSIGN(const GptqLayout before, gptq_layout(kName, *places[i]));
+      if (!is_same(made, before))
         return Status::error(Code::unimplemented, std::string(kName) + ": " + layer_prefix(l) +
                                                       "swap: a quantised weight is packed in another layout than the "
                                                       "one before it, expected the same order of inputs and range");
