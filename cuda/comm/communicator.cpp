@@ -87,6 +87,12 @@ Result<std::unique_ptr<Communicator>> Communicator::create(std::span<const int> 
   for (int device : devices) {
     CF_TRY_ASSIGN(const Context context, Context::create(device));
     s.contexts.push_back(context);
+    // What each rank computes whole, as a prompt's logits, must have the same bits on all.
+    const Arch &own = context.arch(), &first = s.contexts.front().arch();
+    if (own.tuning != first.tuning || to_string(own) != to_string(first))
+      return refuse(Code::unimplemented, "GPU " + std::to_string(device) + " has " + to_string(own) +
+                                             ", expected GPUs of one kind, as GPU " + std::to_string(devices[0]) +
+                                             " with " + to_string(first));
   }
   void* reports = nullptr;
   CF_TRY(from_cuda(cudaHostAlloc(&reports, std::size_t(ranks) * sizeof(std::uint64_t), cudaHostAllocPortable),
