@@ -28,6 +28,13 @@ struct CodeBase<bf16> {
   static constexpr float value = 128;
 };
 
+/// word & mask | bits, in one instruction. The compiler makes two of it, since both constants would be immediates.
+__device__ inline std::uint32_t and_or(std::uint32_t word, std::uint32_t mask, std::uint32_t bits) {
+  std::uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(word), "r"(mask), "r"(bits));
+  return d;
+}
+
 /// Of a row's word of scales: the scale, and CodeBase with the zero added, twice.
 __device__ inline float scale_of(std::uint32_t word) { return unpack(word, f16{}).x; }
 template <class T>
@@ -91,7 +98,7 @@ __device__ void make_operand(const unsigned char* codes, int half, const std::ui
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const std::uint32_t word = words[k % 2 * 2 + e / 2][k / 2 * 2 + e % 2];
-      a[k][e] = difference((word >> shift & 0x000f000f) | CodeBase<T>::bits, zero[e % 2], T{});
+      a[k][e] = difference(and_or(word >> shift, 0x000f000f, CodeBase<T>::bits), zero[e % 2], T{});
     }
 }
 
@@ -109,22 +116,17 @@ __device__ void multiply_codes(const PackedRing<Tokens>& ring, RingSlot& slot, i
   int ends_in = units_a_group - first * kUnits % units_a_group;  // units to the end of the group
   float of_group[Tokens / 2], scale[2];
   bool is_added = false;
-  const auto end_group = [&] {
-    wgmma_wait<0>();
-    keep_in_registers(of_group);
+  const auto add_group = [&] {
 #pragma unroll
     for (int i = 0; i < Tokens / 2; ++i) sum[i] = fmaf(scale[i / 2 % 2], of_group[i], sum[i]);
   };
   std::uint32_t a[2][kProducts][4];  // of units in turn
   RingSlot of_codes = slot;
   uint2 words;  // of the group whose codes became operands last
-  std::uint32_t zero[2];
   const auto make = [&](int turn, int unit, bool begins) {
     if (unit == 0) wait_barrier(ring.full + of_codes.stage, of_codes.parity);
-    if (begins) {
-      words = stage_scales(ring.scales(of_codes.stage), unit);
-      zero[0] = zero_of<T>(words.x), zero[1] = zero_of<T>(words.y);
-    }
+    words = stage_scales(ring.scales(of_codes.stage), unit == 1 && begins);
+    const std::uint32_t zero[] = {zero_of<T>(words.x), zero_of<T>(words.y)};
     std::uint32_t made[kProducts][4];
     make_operand<T, Halves>(ring.a(of_codes.stage), unit, zero, made);
 #pragma unroll
@@ -155,19 +157,22 @@ __device__ void multiply_codes(const PackedRing<Tokens>& ring, RingSlot& slot, i
       if (finished >= 0) release(finished);
       finished = unit == kUnits - 1 ? slot.stage : -1;
       if (unit == kUnits - 1) slot.next(ring.stages);
-      if (i + turn + 1 >= units) break;
-
       const bool ends = --ends_in == 0;
-      make(1 - turn, kUnits == 2 ? 1 - unit : 0, ends);
+      if (i + turn + 1 < units) make(1 - turn, kUnits == 2 ? 1 - unit : 0, ends);
       if (ends) {
-        end_group();
+        wgmma_wait<0>();
+        keep_in_registers(of_group);
+        add_group();
         is_added = false;
         scale[0] = scale_of(words.x), scale[1] = scale_of(words.y);
         ends_in = units_a_group;
       }
+      if (i + turn + 1 >= units) break;
     }
   }
-  end_group();
+  wgmma_wait<0>();
+  keep_in_registers(of_group);
+  if (is_added) add_group();
   release(finished);
 }
 #endif
