@@ -104,11 +104,11 @@ __device__ void make_operand(const unsigned char* codes, int half, const std::ui
 
 /// sum += a warpgroup's products of 64 rows and Tokens tokens, over `count` steps of 64 columns from step `first` on.
 /// The steps come in the ring from `slot` on; release(stage) says that the warp is done with a stage. Groups have
-/// `halves_a_group` times 32 columns: a multiple of Halves, which are multiplied at once.
+/// `halves_a_group` times 32 columns: a multiple of Halves, which are multiplied at once. The ring has Stages stages.
 ///
 /// While products run, the operand of the next ones is made. It lies in other registers: those of a product belong to
 /// the tensor cores until the product is done.
-template <class T, int Tokens, int Halves, class Release>
+template <class T, int Tokens, int Halves, int Stages, class Release>
 __device__ void multiply_codes(const PackedRing<Tokens>& ring, RingSlot& slot, int first, int count, int halves_a_group,
                                Release release, float (&sum)[Tokens / 2]) {
   constexpr int kUnits = 2 / Halves, kProducts = 2 * Halves;  // a step has units, a unit has products of 16 columns
@@ -131,7 +131,7 @@ __device__ void multiply_codes(const PackedRing<Tokens>& ring, RingSlot& slot, i
     make_operand<T, Halves>(ring.a(of_codes.stage), unit, zero, made);
 #pragma unroll
     for (int k = 0; k < kProducts; ++k) copy_registers(a[turn][k], made[k]);
-    if (unit == kUnits - 1) of_codes.next(ring.stages);
+    if (unit == kUnits - 1) of_codes.next(Stages);
   };
   make(0, 0, true);
   scale[0] = scale_of(words.x), scale[1] = scale_of(words.y);
@@ -156,7 +156,7 @@ __device__ void multiply_codes(const PackedRing<Tokens>& ring, RingSlot& slot, i
       for (int k = 0; k < kProducts; ++k) keep_in_registers(a[1 - turn][k]);
       if (finished >= 0) release(finished);
       finished = unit == kUnits - 1 ? slot.stage : -1;
-      if (unit == kUnits - 1) slot.next(ring.stages);
+      if (unit == kUnits - 1) slot.next(Stages);
       const bool ends = --ends_in == 0;
       if (i + turn + 1 < units) make(1 - turn, kUnits == 2 ? 1 - unit : 0, ends);
       if (ends) {

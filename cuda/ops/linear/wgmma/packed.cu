@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(threads_of(Tokens), 1)
       },
       [&](const Ring& ring, const Steps& steps, int, float(&sum)[Tokens / 2]) {
         RingSlot slot;
-        multiply_codes<T, Tokens, Halves>(
+        multiply_codes<T, Tokens, Halves, packed_stages(Tokens)>(
             ring, slot, steps.first, steps.count, c.weight.halves_a_group,
             [&](int stage) {
               __syncwarp();  // all lanes have read the codes

@@ -65,6 +65,11 @@ struct WgmmaPackedPlan {
   std::size_t columns_bytes;
 };
 
+/// The stages of a block's ring, on every GPU with these tensor cores. The kernels are compiled with them.
+constexpr int packed_stages(int token_tile) {
+  return linear_wgmma_plan(kH200, token_tile, kLinearWgmmaColumns, 1, kPackedWeightBytes).stages;
+}
+
 constexpr WgmmaPackedPlan wgmma_packed_plan(const Arch& arch, const GptqLayout& layout, std::int64_t tokens,
                                             std::int64_t rows) {
   // Groups that end within a step have no kernel of 32 tokens a tile.

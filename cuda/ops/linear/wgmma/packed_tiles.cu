@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Tile tile(c, Tokens, group, rank);
     const int row = tile.row + warp * kGptqRows;
     float sum[Tokens / 2] = {};
-    multiply_codes<T, Tokens, Halves>(
+    multiply_codes<T, Tokens, Halves, stages>(
         ring, slot, 0, c.weight.matrix.chunks, c.weight.halves_a_group,
         [&](int stage) {
           __syncwarp();  // all lanes have read the codes
