@@ -42,7 +42,6 @@ struct Options {
   DeviceOptions device;
   bool check = false, whole_model = false, ablate = false, plan = false;
   std::string gpu = "h200";  // with plan
-  std::int64_t gpus = 1;     // that share the layer
 
   bool cuda() const { return backend == "cuda"; }
 };
@@ -76,6 +75,10 @@ void check_together(const Options& o, const CommandLine& line, Faults& faults) {
   if (!o.cuda())
     for (const char* option : {"--whole-model", "--impl", "--arch-plan"})
       if (line.given(option)) faults.add(fmt::format("{}: expected with --backend cuda", option));
+  if (!o.cuda() && !o.plan && line.given("--gpus")) faults.add("--gpus: expected with --backend cuda or --plan");
+  if (o.device.gpus > 1 && !o.plan)
+    for (const char* option : {"--dump", "--ablate"})
+      if (line.given(option)) faults.add(fmt::format("{}: expected without --gpus", option));
   if (o.bench.warm && o.whole_model)
     faults.add("--warm: expected without --whole-model: no cache holds the weights of all layers");
   if (o.cuda() && !o.dump.empty() && o.device.impls != "unfused")
@@ -240,6 +243,7 @@ std::string reproduce_line(const Options& o, const LayerReport& r) {
     add("--backend", o.backend);
     add("--impl", r.device->impl);
     if (!o.device.arch_plan.empty()) add("--arch-plan", o.device.arch_plan);
+    if (o.device.gpus > 1) add("--gpus", std::to_string(o.device.gpus));
   } else {
     add("--threads", std::to_string(o.threads));
   }
@@ -284,9 +288,9 @@ Status measure_on_device(const Plan& plan, const DeviceBenchSink& sink) {
 /// Prints the kernels of each layer and kv_len on a GPU that need not be there. A cache has kv_len entries.
 int print_plans(const Options& o, const Plan& plan) {
   const ModelConfig& m = plan.source->config();
-  const Result<ModelSpec> part = m.spec().of_rank(0, o.gpus);
+  const Result<ModelSpec> part = m.spec().of_rank(0, o.device.gpus);
   if (!part) return fail(part.status());
-  const std::string gpus = o.gpus > 1 ? fmt::format("one of {} {}", o.gpus, o.gpu) : o.gpu;
+  const std::string gpus = o.device.gpus > 1 ? fmt::format("one of {} {}", o.device.gpus, o.gpu) : o.gpu;
   for (std::int64_t layer : plan.layers)
     for (std::int64_t kv_len : plan.kv_lens) {
       const Result<std::string> text = step_plan_text(
@@ -398,7 +402,7 @@ int run(int argc, const char* const* argv) {
       "--plan", o.plan,
       "Time nothing: print the kernel of each node of a graph's step, its plan, and why other kernels are not used");
   line.choice("--gpu", o.gpu, plan_gpus(), "The GPU of --plan, which need not be there");
-  line.integer("--gpus", o.gpus, {1, 8}, "GPUs that share each layer: each holds a part of it");
+  line.integer("--gpus", o.device.gpus, {1, 8}, "GPUs that share each layer: each holds a part of it");
   line.group("Timing");
   line.integer("--runs", o.bench.runs, {1, kMaxRuns}, "Timed runs");
   line.integer("--warmup", o.bench.warmup, {0, kMaxRuns}, "Runs before the timed ones");
@@ -421,7 +425,6 @@ int run(int argc, const char* const* argv) {
   line.needs("--first-layers", "--whole-model");
   line.needs("--ablate", "--whole-model");
   line.needs("--gpu", "--plan");
-  line.needs("--gpus", "--plan");
   line.excludes("--dump", "--whole-model");
   line.check([&](Faults& faults) {
     check_together(o, line, faults);

@@ -13,11 +13,14 @@ int main(int argc, char** argv) {
   CommandLine& generate_line = line.subcommand("generate", "Continue prompts");
   CommandLine& stream_line = line.subcommand("stream", "Continue a prompt without end, in constant memory");
   CommandLine& eval_line = line.subcommand("eval", "Score the ids of a text, beside the oracle if asked to");
+  CommandLine& memorize_line =
+      line.subcommand("memorize", "Compare sequences with how the model continues their beginnings");
   CommandLine& bench_line = line.subcommand("bench", "Time prompts and tokens");
   CommandLine& info_line = line.subcommand("info", "Print a model's sizes and what fits this machine");
   Generate generate(generate_line);
   Stream stream(stream_line);
   Evaluate evaluate(eval_line);
+  Memorize memorize(memorize_line);
   Bench bench(bench_line);
   Info info(info_line);
   line.example("Continue token ids and print text",
@@ -28,6 +31,7 @@ int main(int argc, char** argv) {
   if (generate_line.chosen()) return generate.run(command);
   if (stream_line.chosen()) return stream.run(command);
   if (eval_line.chosen()) return evaluate.run(command);
+  if (memorize_line.chosen()) return memorize.run(command);
   if (bench_line.chosen()) return bench.run(command);
   return info.run();
 }

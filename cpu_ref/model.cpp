@@ -183,7 +183,7 @@ std::vector<std::vector<Model::Piece>> Model::passes_of(std::span<const StepPart
   return passes;
 }
 
-Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
+Status Model::pass(std::span<const Piece> pieces, bool norm_alone, const Visit& visit) {
   const ModelShape& s = spec_.shape;
   std::vector<RowRun> table;
   const KeyWindow stream = options_.stream();
@@ -252,6 +252,7 @@ Status Model::pass(std::span<const Piece> pieces, const Visit& visit) {
   const Checks checks(check_);
   const Invariant invariant(options_.invariant);
   const auto run_site = [&](const ModelSite& site, const auto& args) -> Status {
+    if (norm_alone && site.site.id == SiteId::embed_out) return {};
     if (const Status status = cpu_ref::run(args); !status) {
       if (check_) CF_TRY(check_());  // what it says is not the site's fault
       return Status::error(status.code(), site.name() + ": " + status.message());
@@ -305,7 +306,7 @@ Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, 
     return Status::error(Code::unimplemented, "model: logits: expected memory of the host, got a device's");
   CF_TRY(reserve(runs));
   for (const std::vector<Piece>& pieces : passes_of(parts_of(runs, ids, logits), logits.own)) {
-    CF_TRY(pass(pieces, visit_));
+    CF_TRY(pass(pieces, logits.norm_alone, visit_));
     for (const Piece& p : pieces) {
       if (p.is_idle) continue;
       lengths_.set(p.run.sequence, p.run.first_position + p.run.count);
@@ -321,6 +322,14 @@ Result<std::vector<RowScore>> Model::score(std::span<const Run> runs, std::span<
   return score_on_host(*this, runs, ids, request, [](std::int64_t rows, const std::function<void(std::int64_t)>& f) {
     return parallel_for(rows, f);
   });
+}
+
+Status Model::swap_weights(const ModelSpec& model, const ModelWeights& weights, std::shared_ptr<const void> owner) {
+  CF_TRY(check_swap(spec_, weights_, model, weights));
+  for (std::int64_t slot = 0; slot < slots(); ++slot) release(slot);
+  weights_ = weights;
+  owner_ = std::move(owner);
+  return {};
 }
 
 Status Model::check_room(std::span<const Run> runs) const { return pages_.check(runs); }
@@ -363,7 +372,7 @@ std::string Model::first_nan(std::int64_t slot) {
   if (!reserve(std::span(&last.run, 1))) return found;
   lengths_.set(slot, last.run.first_position + 1);
   const Status ended =
-      pass(std::span(&last, 1), [&](const ModelSite& site, std::span<const SiteTensor> tensors) -> Status {
+      pass(std::span(&last, 1), false, [&](const ModelSite& site, std::span<const SiteTensor> tensors) -> Status {
         for (const SiteTensor& t : tensors)
           if (found.empty() && t.role == Role::output && has_nan(t)) found = site.name();
         return {};

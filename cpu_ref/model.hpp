@@ -81,6 +81,8 @@ class Model final : public ModelRunner {
   /// With `invariant` as many tokens as go through the model at once; else whole prompts, as a row's bits depend on
   /// how its prompt is divided.
   std::int64_t preferred_step_tokens() const override { return options_.invariant ? most_tokens() : 0; }
+  /// The new weights are read where they lie, and `owner` keeps their memory; those before are given back.
+  Status swap_weights(const ModelSpec& model, const ModelWeights& weights, std::shared_ptr<const void> owner) override;
   void watch(Visit visit) override { visit_ = std::move(visit); }
   void check_between(Check check) override { check_ = std::move(check); }
   Status fetch(const SiteTensor& tensor, void* to) override;
@@ -111,7 +113,8 @@ class Model final : public ModelRunner {
   std::int64_t most_tokens() const;
   /// Divides a step into what goes through the model together.
   std::vector<std::vector<Piece>> passes_of(std::span<const StepPart> parts, bool own) const;
-  Status pass(std::span<const Piece> pieces, const Visit& visit);
+  /// With norm_alone the head makes no logits.
+  Status pass(std::span<const Piece> pieces, bool norm_alone, const Visit& visit);
   /// Makes room in the pages for what these runs write. Code::out_of_memory, and no change, where too few are free.
   Status reserve(std::span<const Run> runs);
   /// Goes through a slot's last step again, and names the first site that makes a NaN.

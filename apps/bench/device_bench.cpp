@@ -9,13 +9,16 @@
 
 #include "apps/bench/layer_bench.hpp"
 #include "apps/cli/terminal.hpp"
+#include "core/model/ranks.hpp"
 #include "core/procedural.hpp"
+#include "cuda/comm/communicator.hpp"
 #include "cuda/model/session.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/persistent/persistent_kernel.hpp"
 #include "cuda/persistent/variants.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "cuda/runtime/range.hpp"
+#include "cuda/runtime/stream.hpp"
 
 namespace cf::apps {
 namespace {
@@ -72,13 +75,94 @@ Result<cuda::PersistentKernel> make_kernel(const cuda::Session& session, const c
                                         {t.positions, t.kv_len}, {t.cos, t.sin}, {.choices = choices});
 }
 
+/// The ranks that share layers with the first GPU's: what joins them, and the others' streams and layers. Calls for a rank
+/// are made on its GPU.
+class OtherRanks {
+ public:
+  /// Gives the first rank's context its peers.
+  static Result<OtherRanks> create(std::int64_t gpus, std::int64_t part_bytes, cuda::Context& first) {
+    OtherRanks made;
+    if (gpus == 1) return made;
+    std::vector<int> devices;
+    for (int d = 0; d < int(gpus); ++d) devices.push_back(d);
+    CF_TRY_ASSIGN(made.communicator_, cuda::Communicator::create(devices, {.part_bytes = part_bytes}));
+    first.set_peers(made.communicator_->context(0).peers());
+    for (int rank = 1; rank < int(gpus); ++rank) {
+      const On on(rank);
+      CF_TRY_ASSIGN(cuda::Stream stream, cuda::make_stream());
+      cuda::Context context = made.communicator_->context(rank).on_stream(stream.get());
+      context.set_plan_arch(first.arch());
+      context.set_overlap(first.overlap());
+      made.ranks_.push_back({context, std::move(stream), {}});
+    }
+    return made;
+  }
+  OtherRanks(OtherRanks&&) noexcept = default;
+  OtherRanks& operator=(OtherRanks&&) noexcept = default;
+  ~OtherRanks() { reset(); }
+
+  /// Calls f(rank, context, session) for each, on its GPU.
+  template <class F>
+  Status each(F&& f) {
+    for (std::size_t i = 0; i < ranks_.size(); ++i) {
+      const On on(int(i) + 1);
+      CF_TRY(f(std::int64_t(i) + 1, ranks_[i].context, ranks_[i].session));
+    }
+    return {};
+  }
+  Status synchronize() {
+    CF_TRY(each([](auto, auto&, auto& session) { return session->synchronize(); }));
+    return communicator_ ? communicator_->status() : Status();
+  }
+  void reset() {
+    (void)each([](auto, auto&, auto& session) {
+      session.reset();
+      return Status();
+    });
+  }
+
+ private:
+  /// Makes a GPU the thread's for as long as this object lives, and then the first one.
+  struct On {
+    explicit On(int device) { (void)cudaSetDevice(device); }
+    On(const On&) = delete;
+    On& operator=(const On&) = delete;
+    ~On() { (void)cudaSetDevice(0); }
+  };
+  struct Rank {
+    cuda::Context context;
+    cuda::Stream stream;
+    std::optional<cuda::Session> session;
+  };
+  OtherRanks() = default;
+
+  std::unique_ptr<cuda::Communicator> communicator_;
+  std::vector<Rank> ranks_;
+};
+
+/// The heads of a cache (batch, kv_heads, capacity, head_dim) that a rank holds.
+Tensor heads_of_rank(const Tensor& whole, std::int64_t rank, std::int64_t ranks) {
+  const Shape& s = whole.shape();
+  const std::int64_t heads = s[1] / ranks, head_bytes = whole.size_bytes() / (s[0] * s[1]);
+  Tensor part(whole.dtype(), {s[0], heads, s[2], s[3]});
+  for (std::int64_t b = 0; b < s[0]; ++b)
+    std::memcpy(static_cast<std::byte*>(part.data()) + b * heads * head_bytes,
+                static_cast<const std::byte*>(whole.data()) + (b * s[1] + rank * heads) * head_bytes,
+                std::size_t(heads * head_bytes));
+  return part;
+}
+
 class Bench final : public DeviceBench {
  public:
-  Bench(DeviceBenchRequest request, std::vector<Impl> impls, DeviceTimer timer)
+  Bench(DeviceBenchRequest request, std::vector<Impl> impls, DeviceTimer timer, OtherRanks others, ModelSpec part)
       : r_(std::move(request)),
         impls_(std::move(impls)),
         timer_(std::move(timer)),
-        device_{timer_.info(), to_string(timer_.context().arch())} {}
+        device_{timer_.info(), to_string(timer_.context().arch())},
+        others_(std::move(others)),
+        part_(part) {
+    if (ranks() > 1) device_.launch_plan += ", a part of each layer on each of " + std::to_string(ranks()) + " GPUs";
+  }
 
   const DeviceDescription& device() const override { return device_; }
   Status check(std::int64_t layer) override;
@@ -93,16 +177,51 @@ class Bench final : public DeviceBench {
     layer_ = layer;
     if (!session_ || !resident().contains(layer)) {
       session_.reset();  // its memory is free before the next one takes its own
+      others_.reset();
       const std::int64_t all = r_.config.num_hidden_layers,
                          count = resident_layers(r_, weights_.weights, timer_.info().l2_bytes),
                          first = std::min(layer, all - count),
                          capacity = *std::max_element(r_.kv_lens.begin(), r_.kv_lens.end());
       const Workload load{.batch = r_.batch, .q_len = r_.q_len, .kv_len = capacity, .capacity = capacity};
-      CF_TRY_ASSIGN(cuda::Session made, cuda::Session::create(timer_.context(), r_.config, {first, first + count}, load,
-                                                              r_.config.dtype, r_.config.dtype, weights_.weights));
-      session_.emplace(std::move(made));
+      const auto open = [&](const ModelSpec& part, const cuda::Context& context,
+                            std::optional<cuda::Session>& session) -> Status {
+        CF_TRY_ASSIGN(cuda::Session made, cuda::Session::create(context, part, {first, first + count}, load,
+                                                                r_.config.dtype, r_.config.dtype, weights_.weights));
+        session.emplace(std::move(made));
+        return {};
+      };
+      CF_TRY(open(part_, timer_.context(), session_));
+      CF_TRY(others_.each([&](std::int64_t rank, const cuda::Context& context, auto& session) -> Status {
+        CF_TRY_ASSIGN(const ModelSpec part, r_.config.spec().of_rank(rank, ranks()));
+        return open(part, context, session);
+      }));
     }
-    return session_->weights.is_loaded(layer) ? Status() : session_->weights.load_layer(layer, weights_.weights);
+    return session_->weights.is_loaded(layer) ? Status() : load_layer(layer, weights_.weights);
+  }
+
+  std::int64_t ranks() const { return r_.device.gpus; }
+
+  /// Gives each rank its part of a layer.
+  Status load_layer(std::int64_t layer, const LayerWeights& weights) {
+    if (ranks() == 1) return session_->weights.load_layer(layer, weights);
+    const auto load = [&](std::int64_t rank, cuda::Session& session) -> Status {
+      CF_TRY_ASSIGN(const OwnedLayerWeights part, layer_of_rank(r_.config, weights, rank, ranks()));
+      return session.weights.load_layer(layer, part.weights);
+    };
+    CF_TRY(load(0, *session_));
+    return others_.each([&](std::int64_t rank, const auto&, auto& session) { return load(rank, *session); });
+  }
+
+  /// Puts a step of all ranks onto their streams. `input` takes the place of what the first layer reads.
+  Status step(Impl impl, std::optional<cuda::LayerRange> layers = {}, const ConstAnyView<2>& input = {}) {
+    CF_TRY(others_.each([&](std::int64_t, const auto&, auto& session) {
+      return session->step(impl, layers, input ? session->tensors(resident().first).hidden : input);
+    }));
+    return session_->step(impl, layers, input);
+  }
+  Status synchronize() {
+    CF_TRY(session_->synchronize());
+    return others_.synchronize();
   }
 
   /// Loads the resident layers that are not there yet. Several threads make procedural weights.
@@ -119,7 +238,7 @@ class Bench final : public DeviceBench {
         ahead.push_back(std::async(std::launch::async, r_.load, missing[next]));
       CF_TRY_ASSIGN(const checkpoint::LoadedLayer weights, ahead.front().get());
       ahead.pop_front();
-      CF_TRY(session_->weights.load_layer(missing[at], weights.weights));
+      CF_TRY(load_layer(missing[at], weights.weights));
       progress.set(std::int64_t(at) + 1);
     }
     return {};
@@ -129,16 +248,20 @@ class Bench final : public DeviceBench {
   Status fill(std::int64_t kv_len) {
     load_ = {.batch = r_.batch, .q_len = r_.q_len, .kv_len = kv_len, .capacity = session_->cache.capacity()};
     const LayerState state = inputs(r_.config.dtype);
-    CF_TRY(session_->workspace.set_hidden(state.hidden));
-    for (std::int64_t l = resident().first; l < resident().last; ++l)
-      CF_TRY(session_->cache.set_layer(l, state.k_cache, state.v_cache));
-    return session_->set_kv_len(std::vector<std::int32_t>(std::size_t(load_.batch), std::int32_t(load_.kv_len)));
+    const auto fill_rank = [&](std::int64_t rank, cuda::Session& session) -> Status {
+      CF_TRY(session.workspace.set_hidden(state.hidden));
+      const Tensor k = heads_of_rank(state.k_cache, rank, ranks()), v = heads_of_rank(state.v_cache, rank, ranks());
+      for (std::int64_t l = resident().first; l < resident().last; ++l) CF_TRY(session.cache.set_layer(l, k, v));
+      return session.set_kv_len(std::vector<std::int32_t>(std::size_t(load_.batch), std::int32_t(load_.kv_len)));
+    };
+    CF_TRY(fill_rank(0, *session_));
+    return others_.each([&](std::int64_t rank, const auto&, auto& session) { return fill_rank(rank, *session); });
   }
 
   /// Steps the layer alone, and waits for it.
   Status step_layer(Impl impl) {
-    CF_TRY(session_->step(impl, cuda::LayerRange{layer_, layer_ + 1}, tensors().hidden));
-    return session_->synchronize();
+    CF_TRY(step(impl, cuda::LayerRange{layer_, layer_ + 1}, tensors().hidden));
+    return synchronize();
   }
   /// The same. An error names the implementation.
   Status try_step(Impl impl) {
@@ -177,8 +300,9 @@ class Bench final : public DeviceBench {
   Status time_step(Impl impl, std::int64_t layers, LayerTiming& result) {
     using Layer = ops::DecodeLayer;
     CF_TRY_ASSIGN(const std::vector<double> series,
-                  timer_.time_us(r_.bench, [&] { return session_->step(impl, first_layers(layers)); }));
-    const Layer::Args args{.model = r_.config, .weights = session_->weights.layer(layer_), .t = counted()};
+                  timer_.time_us(r_.bench, [&] { return step(impl, first_layers(layers)); }));
+    CF_TRY(synchronize());
+    const Layer::Args args{.model = part_, .weights = session_->weights.layer(layer_), .t = counted()};
     const double bytes = Layer::cost(Layer::dims(args), r_.config.dtype, r_.config.dtype).bytes;
     const double own_bytes = own_bytes_of(result.sites), count = double(layers);
     result.total = {"total", std::string(Layer::name), spread(a_layer(series, layers)), bytes, own_bytes};
@@ -193,12 +317,12 @@ class Bench final : public DeviceBench {
   Result<Spread> time_host(Impl impl, std::int64_t layers) {
     std::vector<double> series_us;
     for (std::int64_t run = 0; run < r_.bench.runs; ++run) {
-      CF_TRY(session_->synchronize());
+      CF_TRY(synchronize());
       const auto begin = std::chrono::steady_clock::now();
-      CF_TRY(session_->step(impl, first_layers(layers)));
+      CF_TRY(step(impl, first_layers(layers)));
       series_us.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count());
     }
-    CF_TRY(session_->synchronize());
+    CF_TRY(synchronize());
     return spread(std::move(series_us));
   }
 
@@ -228,18 +352,16 @@ class Bench final : public DeviceBench {
 
   /// Runs the layer site by site. `add` sees each site's outputs in host memory.
   Status walk_taps(const AddTap& add) {
-    return for_each_site(
-        r_.config, session_->weights.layer(layer_), tensors(), [&](const Site& site, const auto& args) {
-          CF_TRY(run(args));
-          for (SiteOutput output : site_outputs(site, args)) {
-            Tensor host(output.data.dtype, {output.data.size()});
-            CF_TRY(
-                cuda::copy_to_host(timer_.context(), host.data(), output.data.data, std::size_t(output.data.bytes())));
-            output.data.data = host.data();
-            CF_TRY(add(output));
-          }
-          return Status();
-        });
+    return for_each_site(part_, session_->weights.layer(layer_), tensors(), [&](const Site& site, const auto& args) {
+      CF_TRY(run(args));
+      for (SiteOutput output : site_outputs(site, args)) {
+        Tensor host(output.data.dtype, {output.data.size()});
+        CF_TRY(cuda::copy_to_host(timer_.context(), host.data(), output.data.data, std::size_t(output.data.bytes())));
+        output.data.data = host.data();
+        CF_TRY(add(output));
+      }
+      return Status();
+    });
   }
 
   /// Times the variants of the persistent kernel's plan and its launches. All variants are timed in turn, several times
@@ -341,7 +463,7 @@ class Bench final : public DeviceBench {
   /// Calls f(args) for the `wanted` site of the walk.
   template <class F>
   Status walk(const Site& wanted, const LayerTensors& t, std::int64_t layer, F&& f) const {
-    return for_each_site(r_.config, session_->weights.layer(layer), t, [&](const Site& site, const auto& args) {
+    return for_each_site(part_, session_->weights.layer(layer), t, [&](const Site& site, const auto& args) {
       return site.name == wanted.name ? f(args) : Status();
     });
   }
@@ -354,6 +476,8 @@ class Bench final : public DeviceBench {
   const std::vector<Impl> impls_;
   DeviceTimer timer_;
   DeviceDescription device_;
+  OtherRanks others_;
+  ModelSpec part_;                        // what the first GPU holds of the model
   std::optional<cuda::Session> session_;  // the resident layers
   std::int64_t layer_ = 0;                // the one of them that is checked and reported
   checkpoint::LoadedLayer weights_;       // its weights
@@ -417,7 +541,15 @@ Status Bench::time(std::int64_t layer, const DeviceBenchSink& sink) {
 Result<std::unique_ptr<DeviceBench>> DeviceBench::create(DeviceBenchRequest request) {
   CF_TRY_ASSIGN(std::vector<Impl> impls, parse_impls(request.device.impls));
   CF_TRY_ASSIGN(DeviceTimer timer, make_timer(request.device));
-  return std::unique_ptr<DeviceBench>(std::make_unique<Bench>(std::move(request), std::move(impls), std::move(timer)));
+  const ModelConfig& m = request.config;
+  const std::int64_t gpus = request.device.gpus;
+  CF_TRY_ASSIGN(const ModelSpec part, m.spec().of_rank(0, gpus));
+  CF_TRY_ASSIGN(
+      OtherRanks others,
+      OtherRanks::create(gpus, request.batch * request.q_len * m.hidden_size * std::int64_t(size_bytes(m.dtype)),
+                         timer.context()));
+  return std::unique_ptr<DeviceBench>(
+      std::make_unique<Bench>(std::move(request), std::move(impls), std::move(timer), std::move(others), part));
 }
 
 }  // namespace cf::apps

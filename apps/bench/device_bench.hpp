@@ -18,6 +18,7 @@ namespace cf::apps {
 struct DeviceOptions {
   std::string impls;      // a comma list of cuda::Impl's names; empty for graph
   std::string arch_plan;  // "sm_90" or "sm_120": launch plans for that GPU; empty for the device's own
+  std::int64_t gpus = 1;  // that share each layer: the first ones
 };
 
 /// The device, and the GPU that launches are planned for.
@@ -51,7 +52,8 @@ struct DeviceBenchSink {
 };
 
 /// A model's layers on a GPU. The device, the layers' memory and the executors are made once, for checks and timings
-/// alike. Layers have the model's numbers.
+/// alike. Layers have the model's numbers. Of several GPUs the first one's sites and bytes are reported, and the time of a
+/// step of all.
 class DeviceBench {
  public:
   /// Refuses values that DeviceOptions does not list, and what DeviceTimer::create() refuses.

@@ -60,6 +60,21 @@ class Evaluate {
   bool oracle_ = false;
 };
 
+/// How much of its training data a model continues word for word.
+class Memorize {
+ public:
+  explicit Memorize(CommandLine& line);
+  int run(const std::string& command);
+
+ private:
+  ModelOptions model_;
+  std::string tokens_, id_type_ = "uint16", never_, csv_, json_;
+  std::optional<std::int64_t> row_, count_;
+  std::int64_t context_ = 32, continuation_ = 32, first_ = 0, slots_ = kSlots;
+  bool exact_only_ = false;
+  std::vector<std::int32_t> never_ids_;
+};
+
 /// Time to first token, time per token and throughput over prompts, outputs and slots; how long a prompt that joins
 /// stops the others. Or the time of scores.
 class Bench {

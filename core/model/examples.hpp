@@ -33,6 +33,10 @@ inline Example<Linear> make(For<Linear>, Model m, Load w) {
   return {{w.tokens(), m.shape.hidden_size, m.shape.intermediate_size, false, {}, rows_of_output(epilogue)},
           {.epilogue = epilogue}};
 }
+/// The logits of three ranks.
+inline Example<AllGather> make(For<AllGather>, Model m, Load w) {
+  return {{3, 3, w.tokens(), m.shape.hidden_size}, {.ranks = 3}};
+}
 /// The hidden states of three ranks.
 inline Example<AllReduce> make(For<AllReduce>, Model m, Load w) {
   return {{3, 3, w.tokens(), m.shape.hidden_size}, {.ranks = 3}};

@@ -9,9 +9,9 @@ namespace {
 
 using Nodes = std::vector<Node>;
 
-/// The sums over the ranks, which no family has a module for.
+/// What ranks do together, which no family has a module for.
 constexpr Site kAttentionSum{"attention.all_reduce", "attention.all_reduce"},
-    kMlpSum{"mlp.all_reduce", "mlp.all_reduce"};
+    kMlpSum{"mlp.all_reduce", "mlp.all_reduce"}, kLogitsGather{"all_gather", "all_gather"};
 
 bool has(const std::vector<const void*>& tensors, const void* tensor) {
   return std::ranges::find(tensors, tensor) != tensors.end();
@@ -165,6 +165,31 @@ Program with_all_reduce(Program program, const ModelSpec& m) {
     summed.nodes.push_back(make_node(at, ops::AllReduce::Args{.x = part, .y = y, .ranks = m.ranks}));
   }
   return summed;
+}
+
+Program with_rank_head(Program program, const ModelSpec& m, std::int64_t rank, const AnyView<2>& part) {
+  const std::int64_t width = m.shape.vocab_size / m.ranks;
+  if (m.ranks == 1 || m.shape.vocab_size % m.ranks || width % 8) return program;
+  for (std::size_t i = 0; i < program.nodes.size(); ++i) {
+    const auto* whole = call_of<ops::Linear::Args>(program.nodes, i);
+    const bool is_head = whole && program.nodes[i].at.site.id == SiteId::embed_out;
+    const auto* dense = is_head ? std::get_if<DenseWeight>(&whole->linear.weight) : nullptr;
+    if (!dense || whole->y.shape[0] > part.shape[0]) continue;
+    const AnyView<2> logits = whole->y;
+    ops::Linear::Args head = *whole;
+    ConstAnyView<2> rows = dense->weight;
+    rows.shape[0] = width;
+    rows.data = static_cast<const std::byte*>(rows.data) + rank * rows.bytes();
+    head.linear.weight = DenseWeight{rows};
+    head.y = {part.data, {logits.shape[0], width}, logits.dtype};
+    ModelSite at = program.nodes[i].at;
+    program.nodes[i] = make_node(at, head);
+    at.site = kLogitsGather;
+    const ConstAnyView<3> made(part.data, {1, logits.shape[0], width}, logits.dtype);
+    program.nodes.insert(program.nodes.begin() + std::ptrdiff_t(++i),
+                         make_node(at, ops::AllGather::Args{.x = made, .y = logits, .ranks = m.ranks}));
+  }
+  return program;
 }
 
 Program with_rms_qkv(Program program, const Wanted& wanted) {

@@ -26,6 +26,10 @@ Program with_rms_linear(Program program, const Wanted& wanted = always);
 /// place of that result: mlp.dense_4h_to_h and, with a sequential residual, attention.dense. The program of a model on
 /// one rank stays as it is. This pass comes before the others.
 Program with_all_reduce(Program program, const ModelSpec& m);
+/// Of rank `rank`, in the place of the LM head its rows of the head, the vocabulary being divided in order, and AllGather
+/// of what they make. `part` is memory for that: (rows, vocab / ranks). The program stays as it is where the ranks do not
+/// divide the vocabulary in multiples of 8 ids, where the head is not dense, and where it has more rows than `part`.
+Program with_rank_head(Program program, const ModelSpec& m, std::int64_t rank, const AnyView<2>& part);
 /// RmsQkv, at kv_append, in the place of RmsLinear and of the RopeAppend of what it makes. Its q, k and v are separate.
 Program with_rms_qkv(Program program, const Wanted& wanted = always);
 

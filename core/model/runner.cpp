@@ -1,5 +1,7 @@
 #include "core/model/runner.hpp"
 
+#include <array>
+#include <map>
 #include <utility>
 
 #include "core/model/slot_lengths.hpp"
@@ -8,6 +10,33 @@ namespace cf {
 namespace {
 
 Status refused(std::string what) { return Status::error(Code::invalid_argument, "model: " + std::move(what)); }
+
+/// Refuses another spec, and names a size that differs.
+Status check_same_spec(const ModelSpec& own, const ModelSpec& other) {
+  const auto sizes_of = [](const ModelShape& s) {
+    return std::array<std::pair<std::string_view, std::int64_t>, 9>{{{"hidden_size", s.hidden_size},
+                                                                     {"num_layers", s.num_layers},
+                                                                     {"num_heads", s.num_heads},
+                                                                     {"num_kv_heads", s.num_kv_heads},
+                                                                     {"head_dim", s.head_dim},
+                                                                     {"intermediate_size", s.intermediate_size},
+                                                                     {"vocab_size", s.vocab_size},
+                                                                     {"rotary_dim", s.rotary_dim},
+                                                                     {"max_positions", s.max_positions}}};
+  };
+  const auto expected = sizes_of(own.shape), got = sizes_of(other.shape);
+  for (std::size_t i = 0; i < expected.size(); ++i)
+    if (expected[i].second != got[i].second)
+      return refused("swap: expected " + std::string(expected[i].first) + " " + std::to_string(expected[i].second) +
+                     ", got " + std::to_string(got[i].second));
+  if (own == other) return {};
+  return refused("swap: expected weights of the same family, norms, activation, biases and RoPE, got others");
+}
+
+std::string describe(const WeightFormat& f) {
+  if (f.bits == 0) return "dense";
+  return "GPTQ of " + std::to_string(f.bits) + " bits, group " + std::to_string(f.group_size);
+}
 
 }  // namespace
 
@@ -35,6 +64,46 @@ Status ModelRunner::step(std::span<const Token> tokens) {
 
 Status ModelRunner::fork(std::int64_t, std::int64_t, std::int64_t) {
   return Status::error(Code::unimplemented, "model: expected a cache in pages to share entries, got one without");
+}
+
+Status ModelRunner::swap_weights(const ModelSpec&, const ModelWeights&, std::shared_ptr<const void>) {
+  return Status::error(Code::unimplemented, "model: swap: expected a model that takes other weights");
+}
+
+Result<std::shared_ptr<std::byte[]>> ModelRunner::host_memory(std::size_t bytes) {
+  return std::make_shared<std::byte[]>(bytes);
+}
+
+Status check_swap(const ModelSpec& own_spec, const ModelWeights& own, const ModelSpec& spec,
+                  const ModelWeights& weights) {
+  CF_TRY(check_same_spec(own_spec, spec));
+  CF_TRY(check_model_weights(spec, weights));
+  const std::string_view prefix = "swap: '";
+  for (std::size_t layer = 0; layer < own.layers.size(); ++layer) {
+    std::vector<WeightFormat> formats;
+    for_each_linear(spec, own.layers[layer],
+                    [&](const Site&, const LinearParams& l, auto&&...) { formats.push_back(format_of(l.weight)); });
+    std::size_t next = 0;
+    Status status;
+    for_each_linear(spec, weights.layers[layer], [&](const Site& site, const LinearParams& l, auto&&...) {
+      const WeightFormat expected = formats[next++], got = format_of(l.weight);
+      if (status && (expected.bits != got.bits || expected.group_size != got.group_size))
+        status = refused(std::string(prefix) + names_of(spec).layer(std::int64_t(layer)) + std::string(site.name) +
+                         ".weight' is " + describe(got) + ", expected " + describe(expected));
+    });
+    CF_TRY(status);
+  }
+  std::map<std::string, DType> dtypes;
+  for_each_model_weight(
+      spec, own, [&](const TensorSpec& t, const auto& view, auto&&) { dtypes[std::string(t.name)] = view.dtype; });
+  Status status;
+  for_each_model_weight(spec, weights, [&](const TensorSpec& t, const auto& view, auto&&) {
+    const auto found = dtypes.find(std::string(t.name));
+    if (status && found != dtypes.end() && found->second != view.dtype)
+      status = refused(std::string(prefix) + std::string(t.name) + "' has dtype " + std::string(to_string(view.dtype)) +
+                       ", expected " + std::string(to_string(found->second)));
+  });
+  return status;
 }
 
 Status check_step(const ModelRunner& runner, const SlotLengths& lengths, std::span<const Run> runs,

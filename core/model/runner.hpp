@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -25,6 +26,9 @@ struct StepLogits {
   /// Where these logits go: (sum of rows, vocab) in the runner's dtype, those of the first run first. The memory is the
   /// host's, or the device's where there is a stream.
   AnyView<2> to{};
+  /// Whether these rows go through the last norm alone, for a visitor of its site: no logits are made, and `to` has their
+  /// shape and is not written. Without own logits.
+  bool norm_alone = false;
   /// CUDA's handle of another stream of the runner's device. The step comes after what that stream holds, and before
   /// what it is given later; the call does not wait for the step.
   std::optional<std::uintptr_t> stream{};
@@ -141,8 +145,15 @@ class ModelRunner {
   /// page before it writes to it. Code::unimplemented without pages.
   virtual Status fork(std::int64_t from, std::int64_t to, std::int64_t n);
 
+  /// Puts other weights of the same model in the place of its own, such as those of another revision. Slots forget their
+  /// entries; no other memory is taken or given back. `owner` keeps the weights' memory where the backend reads them
+  /// there. Refuses what check_swap() refuses, and weights in another layout of the backend's kernels
+  /// (Code::unimplemented); the model goes on with its own weights then. After Code::device_error it has none.
+  virtual Status swap_weights(const ModelSpec& model, const ModelWeights& weights, std::shared_ptr<const void> owner);
+
   /// Calls `visit` for every site of every run() from now on; an empty one ends that. A call
-  /// ends with the first Status of `visit` that is not ok.
+  /// ends with the first Status of `visit` that is not ok. A tensor of several runs has their rows in turn, or those of
+  /// one after the other's.
   virtual void watch(Visit visit) = 0;
   /// Calls `check`, on the caller's thread, between the parts of every run() from now on; an
   /// empty one ends that. Parts are blocks of an op on the CPU, which also checks at the end of a call, and a prompt's
@@ -151,7 +162,22 @@ class ModelRunner {
   virtual void check_between(Check check) = 0;
   /// Copies a tensor that `visit` was called with to the host's memory, before `visit` returns.
   virtual Status fetch(const SiteTensor& tensor, void* to) = 0;
+
+  /// Waits until values are there; any thread may call it.
+  using Await = std::function<Status()>;
+  /// Memory of the host that a device copies to without waiting. It may outlive the runner.
+  virtual Result<std::shared_ptr<std::byte[]>> host_memory(std::size_t bytes);
+  /// fetch() to host_memory(), which returns before the values are there: what fetched() returns waits for them.
+  virtual Status fetch_later(const SiteTensor& tensor, void* to) { return fetch(tensor, to); }
+  virtual Result<Await> fetched() {
+    return Await([] { return Status(); });
+  }
 };
+
+/// Refuses other weights for a model: another spec, a tensor of another shape, dtype or format than `own` has, and a
+/// tensor without data. The message names the tensor. `own` needs no values.
+Status check_swap(const ModelSpec& own_spec, const ModelWeights& own, const ModelSpec& spec,
+                  const ModelWeights& weights);
 
 /// The valid entries of a runner's slots: core/model/slot_lengths.hpp.
 class SlotLengths;

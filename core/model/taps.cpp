@@ -5,28 +5,51 @@
 
 namespace cf {
 
-Status append_taps(ModelRunner& runner, const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors,
-                   std::map<std::string, TapRows>& taps) {
+Status append_taps(const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors,
+                   const std::function<TapPlace*(const std::string& name)>& find,
+                   const std::function<Status(const ModelRunner::SiteTensor&, void* to)>& fetch) {
   const auto is_output = [](const ModelRunner::SiteTensor& t) { return t.role == Role::output; };
   const auto outputs = std::size_t(std::ranges::count_if(tensors, is_output));
   for (const ModelRunner::SiteTensor& t : tensors) {
     if (!is_output(t)) continue;
-    const auto found = taps.find(output_tap(site.tap(), t.name, outputs));
-    if (found == taps.end()) continue;
-    auto& [name, tap] = *found;
-    Shape room = tap.rows.shape();
-    if (!room.empty()) room[0] -= tap.made_rows;
-    const bool fits = t.dtype == tap.rows.dtype() && t.shape.size() == room.size() && !room.empty() &&
+    const std::string name = output_tap(site.tap(), t.name, outputs);
+    TapPlace* const tap = find(name);
+    if (!tap) continue;
+    Shape room = tap->shape;
+    if (!room.empty()) room[0] -= tap->made_rows;
+    const bool fits = t.dtype == tap->dtype && t.shape.size() == room.size() && !room.empty() &&
                       t.shape[0] <= room[0] && std::equal(t.shape.begin() + 1, t.shape.end(), room.begin() + 1);
     if (!fits)
       return Status::error(Code::invalid_argument, "tap '" + name + "': expected at most " + to_string(room) + " of " +
-                                                       std::string(to_string(tap.rows.dtype())) + ", got " +
+                                                       std::string(to_string(tap->dtype)) + ", got " +
                                                        to_string(t.shape) + " of " + std::string(to_string(t.dtype)));
-    const std::int64_t row_bytes = tap.rows.shape()[0] == 0 ? 0 : tap.rows.size_bytes() / tap.rows.shape()[0];
-    CF_TRY(runner.fetch(t, static_cast<char*>(tap.rows.data()) + tap.made_rows * row_bytes));
-    tap.made_rows += t.shape[0];
+    const std::int64_t row_bytes = t.shape[0] == 0 ? 0 : t.bytes() / t.shape[0];
+    CF_TRY(fetch(t, tap->to + tap->made_rows * row_bytes));
+    tap->made_rows += t.shape[0];
   }
   return {};
+}
+
+Status append_taps(ModelRunner& runner, const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors,
+                   std::map<std::string, TapRows>& taps) {
+  TapRows* found = nullptr;
+  TapPlace place{};
+  const auto keep = [&] {
+    if (found) found->made_rows = place.made_rows;
+  };
+  const auto find = [&](const std::string& name) -> TapPlace* {
+    keep();
+    const auto at = taps.find(name);
+    found = at == taps.end() ? nullptr : &at->second;
+    if (!found) return nullptr;
+    Tensor& rows = found->rows;
+    place = {static_cast<std::byte*>(rows.data()), rows.dtype(), rows.shape(), found->made_rows};
+    return &place;
+  };
+  const Status status =
+      append_taps(site, tensors, find, [&](const ModelRunner::SiteTensor& t, void* to) { return runner.fetch(t, to); });
+  keep();
+  return status;
 }
 
 bool has_nan(const ModelRunner::SiteTensor& tensor) {

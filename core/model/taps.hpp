@@ -1,6 +1,8 @@
 #pragma once
 // Taps of a model that runs: what a visitor of ModelRunner::watch() makes of a site's tensors.
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <span>
 #include <string>
@@ -26,14 +28,27 @@ std::vector<ModelRunner::SiteTensor> tensors_of(const Args& args) {
   return tensors;
 }
 
+/// Memory of the host for a tap of the tokens that go through a model, in chunks or one by one.
+struct TapPlace {
+  std::byte* to;
+  DType dtype;                 // the runner's
+  Shape shape;                 // (tokens, ...)
+  std::int64_t made_rows = 0;  // those that are there
+};
+
+/// Appends what a site has made to the tap that it is, where `find(name)` has one, and copies it by `fetch`. A visitor
+/// of a runner calls this. Refuses rows of another dtype or shape than a tap's, and more rows than it has room for.
+Status append_taps(const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors,
+                   const std::function<TapPlace*(const std::string& name)>& find,
+                   const std::function<Status(const ModelRunner::SiteTensor&, void* to)>& fetch);
+
 /// A tap of the tokens that go through a model, in chunks or one by one.
 struct TapRows {
   Tensor rows;                 // (tokens, ...), of the runner's dtype
   std::int64_t made_rows = 0;  // those that are there
 };
 
-/// Appends what a site has made to those of `taps`, by name, that it makes. A visitor of `runner` calls this. Refuses
-/// rows of another dtype or shape than a tap's, and more rows than it has room for.
+/// append_taps() for those of `taps`, by ModelRunner::fetch() of the visitor's runner.
 Status append_taps(ModelRunner& runner, const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors,
                    std::map<std::string, TapRows>& taps);
 

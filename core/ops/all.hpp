@@ -1,6 +1,7 @@
 #pragma once
 #include <tuple>
 
+#include "core/ops/all_gather.hpp"
 #include "core/ops/all_reduce.hpp"
 #include "core/ops/append_rows.hpp"
 #include "core/ops/attention.hpp"

@@ -38,6 +38,13 @@ __device__ inline std::uint32_t acquire_from_peer(const std::uint32_t* flag) {
   return epoch;
 }
 
+/// How a kernel that waits for other ranks begins. It holds its successors back where these run on the same GPU: blocks
+/// that have started early keep the SMs from the other ranks' kernels.
+__device__ inline void begin_exchange(const Peers& peers) {
+  if (!peers.share_device) let_successor_start();
+  wait_for_predecessors();
+}
+
 /// A rank's end of one exchange.
 class PeerExchange {
  public:
@@ -185,6 +192,46 @@ __device__ void sum_by_slices(const PeerExchange& exchange, const uint4* x, uint
   exchange.meet(1);
   for (int d = 1; d < ranks; ++d)
     for_each_lane((rank + d) % ranks, [&](long, long lane) { y[lane] = __ldcg(exchange.outbox(rank, lane)); });
+  exchange.end();
+}
+
+/// Where a gather writes rank r's lane: a token has `width` lanes of each rank.
+__device__ inline long gathered(long lane, int r, int ranks, long width) {
+  return (lane / width * ranks + r) * width + lane % width;
+}
+
+/// y = the ranks' x side by side, by words. A thread has a lane.
+__device__ inline void gather_by_words(const PeerExchange& exchange, const uint4* x, uint4* y, long lanes, long width) {
+  const long lane = long(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int ranks = exchange.ranks(), rank = exchange.rank();
+  if (lane < lanes) {
+    const uint4 own = x[lane];
+    for (int d = 1; d < ranks; ++d) exchange.send((rank + d) % ranks, lane, own);
+    for (int r = 0; r < ranks; ++r) y[gathered(lane, r, ranks, width)] = r == rank ? own : exchange.receive(r, lane);
+  }
+  exchange.end();
+}
+
+/// y = the ranks' x side by side, by way of the inboxes.
+__device__ inline void gather_by_slices(const PeerExchange& exchange, const uint4* x, uint4* y, long lanes,
+                                        long width) {
+  const int ranks = exchange.ranks(), rank = exchange.rank();
+  const long part = (lanes + gridDim.x - 1) / gridDim.x, first = blockIdx.x * part, last = min(first + part, lanes);
+  const auto for_each_lane = [&](auto f) {
+#pragma unroll 4
+    for (long i = first + threadIdx.x; i < last; i += blockDim.x) f(i);
+  };
+  for (int d = 1; d < ranks; ++d) {
+    const int to = (rank + d) % ranks;
+    for_each_lane([&](long i) { *exchange.inbox(to, rank, i) = x[i]; });
+  }
+  for_each_lane([&](long i) { y[gathered(i, rank, ranks, width)] = x[i]; });
+  exchange.meet(0);
+  for (int d = 1; d < ranks; ++d) {
+    const int from = (rank + d) % ranks;
+    for_each_lane([&](long i) { y[gathered(i, from, ranks, width)] = __ldcg(exchange.inbox(rank, from, i)); });
+  }
+  exchange.meet(1);  // the inboxes are read: the next exchange may fill them
   exchange.end();
 }
 

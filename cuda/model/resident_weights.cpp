@@ -3,11 +3,13 @@
 #include <cuda_runtime_api.h>
 
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "cuda/model/place.hpp"
 #include "cuda/runtime/check.hpp"
+#include "cuda/runtime/upload.hpp"
 #include "cuda/step/choose.hpp"
 
 namespace cf::cuda {
@@ -43,6 +45,24 @@ Status check_place(const Context& context, const std::string& name, const void* 
   if (past == 0) return {};
   return bad_argument(kName, "'" + name + "' begins " + std::to_string(past) + " bytes past a multiple of " +
                                  std::to_string(ResidentWeights::kAlignment) + ", expected one");
+}
+
+/// Refuses memory that threads of the host cannot read.
+Status check_on_host(const std::string& name, const void* data) {
+  cudaPointerAttributes found{};
+  CF_TRY(from_cuda(cudaPointerGetAttributes(&found, data), "cudaPointerGetAttributes"));
+  if (found.type != cudaMemoryTypeDevice) return {};
+  return bad_argument(kName, "swap: '" + name + "' is in the memory of a device, expected the host's");
+}
+
+/// Whether launches that were prepared for a packed weight read another one in its place. The order of rows is a
+/// model's.
+bool is_same(const GptqLayout& a, const GptqLayout& b) {
+  const auto sizes = [](const GptqLayout& l) {
+    return std::tuple(l.row_tiles, l.chunks, l.groups, l.columns_per_group, l.inputs, l.has_order, l.in_order,
+                      l.fits_f16);
+  };
+  return sizes(a) == sizes(b);
 }
 
 /// Refuses a Linear whose quantised weight is not packed as this model's steps read it, in the memory of the device.
@@ -83,6 +103,10 @@ struct ResidentWeights::State {
   const Layer& at(std::int64_t layer) const { return layers[std::size_t(layer - range.first)]; }
   /// Gives every dense tensor its place in the block; returns the bytes that a block must have.
   std::size_t lay_out(std::byte* block);
+  /// A layer's quantised Linears in the layout of this model's steps, in the order of the walk; dense ones are empty.
+  Result<std::vector<Packed>> pack_layer(std::int64_t layer, const LayerWeights& source);
+  /// The packed weights of a layer, in the order of the walk; null for a dense one.
+  std::vector<PackedWeight*> packed_of(std::int64_t layer);
   /// Packs a layer's quantised weights and copies them to memory of their own.
   Status load_packed(std::int64_t layer, const LayerWeights& source);
 
@@ -104,18 +128,17 @@ std::size_t ResidentWeights::State::lay_out(std::byte* block) {
   return arena.bytes();
 }
 
-Status ResidentWeights::State::load_packed(std::int64_t layer, const LayerWeights& source) {
-  Layer& to = at(layer);
-  std::vector<PackedWeight*> places;  // null for a dense weight
-  for_each_linear(model, to.weights, [&](const Site&, LinearParams& l, auto...) {
-    places.push_back(std::get_if<PackedWeight>(&l.weight));
+Result<std::vector<Packed>> ResidentWeights::State::pack_layer(std::int64_t layer, const LayerWeights& source) {
+  std::vector<bool> is_packed;
+  for_each_linear(model, at(layer).weights, [&](const Site&, const LinearParams& l, auto...) {
+    is_packed.push_back(std::holds_alternative<PackedWeight>(l.weight));
   });
-  std::vector<Packed> packed(places.size());
+  std::vector<Packed> packed(is_packed.size());
   Status status;
   std::size_t i = 0;
   for_each_linear(model, source, [&](const Site& site, const LinearParams& l, const LinearSize& size) {
     const std::size_t at = i++;
-    const bool expected = places[at], quantised = std::holds_alternative<GptqWeight>(l.weight);
+    const bool expected = is_packed[at], quantised = std::holds_alternative<GptqWeight>(l.weight);
     const std::string name = layer_prefix(layer) + std::string(site.name);
     if (!status) return;
     if (expected != quantised) {
@@ -139,7 +162,13 @@ Status ResidentWeights::State::load_packed(std::int64_t layer, const LayerWeight
       status = bad_argument(kName, "'" + name + ".weight' " + made.status().message());
   });
   CF_TRY(status);
+  return packed;
+}
 
+Status ResidentWeights::State::load_packed(std::int64_t layer, const LayerWeights& source) {
+  CF_TRY_ASSIGN(const std::vector<Packed> packed, pack_layer(layer, source));
+  Layer& to = at(layer);
+  const std::vector<PackedWeight*> places = packed_of(layer);
   const auto lay_out = [&](Arena& arena) {
     for (std::size_t l = 0; l < places.size(); ++l) {
       if (!places[l]) continue;
@@ -160,6 +189,14 @@ Status ResidentWeights::State::load_packed(std::int64_t layer, const LayerWeight
                             std::size_t(places[l]->data.bytes())));
   to.packed = std::move(block);
   return {};
+}
+
+std::vector<PackedWeight*> ResidentWeights::State::packed_of(std::int64_t layer) {
+  std::vector<PackedWeight*> packed;
+  for_each_linear(model, at(layer).weights, [&](const Site&, LinearParams& l, auto...) {
+    packed.push_back(std::get_if<PackedWeight>(&l.weight));
+  });
+  return packed;
 }
 
 ResidentWeights::ResidentWeights(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -264,6 +301,69 @@ Result<ResidentWeights> ResidentWeights::load(const Context& context, const Mode
     CF_TRY(weights.load_layer(layer, made.weights));
   }
   return weights;
+}
+
+Status ResidentWeights::swap(const ModelWeights& model) {
+  State& s = *state_;
+  if (!s.outside_memory.data())
+    return Status::error(Code::unimplemented, std::string(kName) + ": swap: expected weights that load() has brought");
+  CF_TRY(check_layer_count(s.model, model));
+  ModelWeights source = model;
+  std::vector<std::vector<Packed>> packed;
+  for (std::int64_t l = 0; l < s.range.count(); ++l) {
+    CF_TRY(check_biases(s.model, l, model.layers[std::size_t(l)]));
+    CF_TRY_ASSIGN(packed.emplace_back(), s.pack_layer(l, model.layers[std::size_t(l)]));
+    const std::vector<PackedWeight*> places = s.packed_of(l);
+    for (std::size_t i = 0; i < places.size(); ++i) {
+      if (!places[i]) continue;
+      CF_TRY_ASSIGN(const GptqLayout made, gptq_layout(kName, std::get<PackedWeight>(packed.back()[i].weight)));
+      CF_TRY_ASSIGN(const GptqLayout before, gptq_layout(kName, *places[i]));
+      if (!is_same(made, before))
+        return Status::error(Code::unimplemented, std::string(kName) + ": " + layer_prefix(l) +
+                                                      "swap: a quantised weight is packed in another layout than the "
+                                                      "one before it, expected the same order of inputs and range");
+    }
+    // What is packed is no tensor of the lists below.
+    for_each_linear(s.model, source.layers[std::size_t(l)], [&](const Site&, LinearParams& linear, auto...) {
+      if (std::holds_alternative<GptqWeight>(linear.weight)) linear.weight = PackedWeight{};
+    });
+  }
+  struct Copy {
+    void* to;
+    const void* from;
+    std::size_t bytes;
+  };
+  std::vector<Copy> copies;
+  ModelWeights there = model_weights();
+  for_each_model_weight(s.model, there, [&](const TensorSpec&, const auto& view, auto&&) {
+    // The memory is this object's own; only its users' views of it are const.
+    copies.push_back({const_cast<void*>(static_cast<const void*>(view.data)), nullptr, std::size_t(view.bytes())});
+  });
+  std::size_t next = 0;
+  Status status;
+  for_each_model_weight(s.model, source, [&]<class V>(const TensorSpec& t, const V& view, const auto& shape) {
+    copies[next++].from = view.data;
+    if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>)
+      if (status) status = check_source<V::rank>(kName, std::string(t.name), view, shape, s.dtype);
+    if (status) status = check_on_host(std::string(t.name), view.data);
+  });
+  CF_TRY(status);
+  for (std::int64_t l = 0; l < s.range.count(); ++l) {
+    const std::vector<PackedWeight*> places = s.packed_of(l);
+    for (std::size_t i = 0; i < places.size(); ++i)
+      if (places[i])
+        copies.push_back({const_cast<std::int32_t*>(places[i]->data.data), packed[std::size_t(l)][i].storage.data(),
+                          std::size_t(places[i]->data.bytes())});
+  }
+  CF_TRY_ASSIGN(Upload upload, Upload::create(s.context));
+  const auto set_loaded = [&](bool loaded) {
+    for (State::Layer& layer : s.layers) layer.loaded = loaded;
+  };
+  set_loaded(false);
+  for (const Copy& c : copies) CF_TRY(upload.add(c.to, c.from, c.bytes));
+  CF_TRY(upload.finish());
+  set_loaded(true);
+  return {};
 }
 
 Result<ResidentWeights> ResidentWeights::in_place(const Context& context, const ModelSpec& spec, DType dtype,

@@ -64,6 +64,13 @@ class ResidentWeights {
   /// the reverse, and what pack() refuses.
   Status load_layer(std::int64_t layer, const LayerWeights& source);
 
+  /// Copies the weights of another model of this spec to the places of those that load() has brought: no pointer and no
+  /// layout changes. Waits for what is on the stream, and until all is there. All is checked and packed before the
+  /// first byte is written. Refuses what load() refuses, and, with Code::unimplemented, weights in place and a
+  /// quantised weight that is packed in another layout, such as one with another order of inputs. After
+  /// Code::device_error is_loaded() is false.
+  Status swap(const ModelWeights& model);
+
   const ModelSpec& model() const;
   DType dtype() const;  // of the dense tensors
   LayerRange layers() const;

@@ -1,6 +1,5 @@
 #pragma once
 // The plans of kernels.def, and their functions. Private to cuda.
-#include "cuda/ops/all_reduce/all_reduce.hpp"
 #include "cuda/ops/attention/attention.hpp"
 #include "cuda/ops/attention/kv_append.hpp"
 #include "cuda/ops/embedding/embedding.hpp"
@@ -10,5 +9,7 @@
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
 #include "cuda/ops/norm/qk_norm.hpp"
+#include "cuda/ops/ranks/all_gather.hpp"
+#include "cuda/ops/ranks/all_reduce.hpp"
 #include "cuda/ops/rms_linear/rms_linear.hpp"
 #include "cuda/ops/rope/rope.hpp"

@@ -16,18 +16,6 @@
 namespace cf::cuda {
 namespace {
 
-Result<Pinned> make_pinned(std::int64_t count) {
-  void* data = nullptr;
-  CF_TRY(from_cuda(cudaMallocHost(&data, std::size_t(count) * sizeof(std::int32_t)), "cudaMallocHost"));
-  return Pinned(static_cast<std::int32_t*>(data));
-}
-
-Result<Event> make_event() {
-  cudaEvent_t event = nullptr;
-  CF_TRY(from_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate"));
-  return Event(event);
-}
-
 /// The dtype of a model's weights outside its Linears, which its activations have too.
 DType dtype_of_weights(const ModelWeights& w) { return w.embed_in.dtype; }
 
@@ -107,6 +95,7 @@ void OwnTensors::place(Arena& arena, const ModelSpec& spec, DType dtype, const M
   for (auto& s : settings)
     arena.place(s, extents(slots * std::int64_t(sizeof(SlotSampling) / sizeof(std::int32_t))), DType::i32);
   arena.place(final_norm, extents(most_tokens(options), spec.shape.hidden_size), dtype);
+  if (spec.ranks > 1) arena.place(head_part, extents(std::min(slots, Model::kRankHeadRows), vocab / spec.ranks), dtype);
   for (AnyView<2>& l : logits) arena.place(l, extents(slots, vocab), dtype);
   arena.place(prompt_logits, extents(std::min(slots, kPassLogits), vocab), dtype);
 }
@@ -247,8 +236,8 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   };
   s.hidden = {spec.shape.num_layers % 2 ? s.workspace.hidden(tokens) : output_of(1), output_of(0)};
   s.seen_size.resize(std::size_t(o.slots));
-  CF_TRY_ASSIGN(s.pinned_prompt, make_pinned(PassWords(o).all()));
-  CF_TRY_ASSIGN(s.told, make_pinned(o.slots));
+  CF_TRY_ASSIGN(s.pinned_prompt, make_pinned<std::int32_t>(std::size_t(PassWords(o).all())));
+  CF_TRY_ASSIGN(s.told, make_pinned<std::int32_t>(std::size_t(o.slots)));
   CF_TRY_ASSIGN(s.prompt_copied, make_event());
   CF_TRY_ASSIGN(s.handover, make_event());
   CF_TRY_ASSIGN(s.crossing, make_event());
@@ -294,6 +283,14 @@ DType Model::activation() const { return state_->workspace.activation(); }
 std::int64_t Model::length(std::int64_t slot) const { return state_->pipeline.lengths()[slot]; }
 Impl Model::impl() const { return state_->impl; }
 const ModelBytes& Model::bytes() const { return state_->taken; }
+Status Model::swap_weights(const ModelSpec& model, const ModelWeights& weights, std::shared_ptr<const void>) {
+  State& s = *state_;
+  CF_TRY(check_swap(s.spec, s.weights.model_weights(), model, weights));
+  CF_TRY(s.take_report());
+  for (std::int64_t slot = 0; slot < slots(); ++slot) release(slot);
+  s.pipeline.give_up();
+  return s.weights.swap(weights);
+}
 void Model::watch(Visit visit) { state_->visit = std::move(visit); }
 void Model::check_between(Check check) { state_->go_on = std::move(check); }
 
@@ -309,10 +306,6 @@ Status Model::run_before(CUstream_st* stream) {
   State& s = *state_;
   CF_TRY(from_cuda(cudaEventRecord(s.handover.get(), s.stream.get()), "cudaEventRecord"));
   return from_cuda(cudaStreamWaitEvent(stream, s.handover.get()), "cudaStreamWaitEvent");
-}
-
-Status Model::fetch(const SiteTensor& tensor, void* to) {
-  return copy_to_host(state_->context, to, tensor.data, std::size_t(tensor.bytes()));
 }
 
 }  // namespace cf::cuda

@@ -45,6 +45,10 @@ class Model final : public ModelRunner {
     PageSizes pool() const { return pages == 0 ? PageSizes{} : PageSizes{pages, page_entries}; }
   };
 
+  /// Of ranks that share a model: steps of up to so many slots divide the LM head's rows among them. A larger step's
+  /// logits take longer to exchange than each rank takes to make them all.
+  static constexpr std::int64_t kRankHeadRows = 64;
+
   /// The fastest impl that takes these options on a GPU of this kind, by its measured bounds. A pure function of its
   /// arguments, which reads the weights' formats and dtypes alone. invariant_arch() has graph.
   static Impl auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeights& weights, const Options& options);
@@ -88,7 +92,7 @@ class Model final : public ModelRunner {
   /// all; linear's own kernels take other weights 16 slots at a time, or 8 where shared memory is short. A call returns
   /// when its work is on the stream; choose(), logits() and rows for the host wait for it. A pass waits until the device
   /// has taken the ids of the pass before. Whoever asks for rows of a step of all slots gets steps of one token from
-  /// then on. While a visitor watches, each prompt is read by itself.
+  /// then on.
   Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
   /// The head and the scores are made on the device, for a few hundred rows at a time; one copy brings all answers to
   /// the host. A row's score does not depend on how many others there are. With a visitor, or for more than 64 likely
@@ -112,14 +116,22 @@ class Model final : public ModelRunner {
   /// them.
   Status copy_logits(std::span<const std::int64_t> slots, AnyView<2> logits);
 
-  /// A prompt's launches are put onto the stream site by site while a visitor watches; `visit` is called when a site's
-  /// launches are there. A step has no sites of its own: what decodes is refused with a visitor (Code::unimplemented).
+  /// The next steps come after the copies, and the copies after all that the model was asked for. The call waits for
+  /// them; it needs no owner then. Code::unimplemented with weights in place, which their owner writes.
+  Status swap_weights(const ModelSpec& model, const ModelWeights& weights, std::shared_ptr<const void> owner) override;
+  /// Launches are put onto the stream site by site while a visitor watches; `visit` is called when a site's are there. A
+  /// step of all slots has no sites of its own: what decodes is then read as prompts are, with the bits of a pass.
   void watch(Visit visit) override;
   /// Asked before each step, and before each pass of prompts, which begins when the device is at work on the pass
   /// before.
   void check_between(Check check) override;
   /// Waits for the launches before it.
   Status fetch(const SiteTensor& tensor, void* to) override;
+  /// Pinned memory.
+  Result<std::shared_ptr<std::byte[]>> host_memory(std::size_t bytes) override;
+  /// Copies the tensor on the device, in the stream's order, and from there to the host beside the launches that follow.
+  Status fetch_later(const SiteTensor& tensor, void* to) override;
+  Result<Await> fetched() override;
 
  private:
   struct State;

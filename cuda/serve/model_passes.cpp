@@ -121,7 +121,9 @@ Status Model::State::pass(const Pieces& pieces) {
   // takes as long to make as two long passes, which gain little.
   constexpr std::int64_t most_of_graph = 1024;
   const std::int64_t running = std::ranges::count_if(pieces, [](const Piece& p) { return p.is_running; });
-  if (running > 0) {
+  if (visit) {
+    CF_TRY(walk(t, visit));
+  } else if (running > 0) {
     CF_TRY(put_mixed(t, running));
   } else if (tokens > most_of_graph) {
     CF_TRY(put(t));
@@ -156,6 +158,7 @@ Status Model::State::make_logits(const Pieces& pieces, bool on_device) {
   launches.trust_addresses();
   CF_TRY(for_each_head_site(spec, weights.model_weights(), gathered, rows_of(final_norm, 0, rows), made,
                             [&](const ModelSite& site, const auto& args) {
+                              if (visit) return run_site(site, args, visit);
                               launches.set_label(site.site.name.data());  // a literal, which ends in a zero byte
                               return name_site(site, prepare(args, launches));
                             }));

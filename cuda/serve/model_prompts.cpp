@@ -31,6 +31,7 @@ Status Model::State::walk(const ModelTensors& t, const Visit& visit_site) {
   const Submission how{.early = context.overlap()};
   CF_TRY_ASSIGN(Program program, record_model(spec, weights.model_weights(), t));
   for (const Node& node : with_all_reduce(std::move(program), spec).nodes) {
+    if (norm_alone && node.at.site.id == SiteId::embed_out) continue;
     LaunchList launches(context, workspace.scratch());
     launches.set_label(node.at.site.name.data());  // a literal, which ends in a zero byte
     CF_TRY(name_site(node.at, prepare(node, launches)));
@@ -121,6 +122,7 @@ Status Model::State::feed(const StepPart& prompt, std::int64_t rows, LogitsOf&& 
 
 Result<AnyView<2>> Model::State::rows_for_caller(std::int64_t rows) {
   AnyView<2> to(nullptr, {rows, spec.shape.vocab_size}, workspace.activation());
+  if (norm_alone) return to;
   if (std::size_t(to.bytes()) > forward_memory.bytes()) {
     CF_TRY(from_cuda(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize"));
     chunks.clear();
@@ -133,7 +135,7 @@ Result<AnyView<2>> Model::State::rows_for_caller(std::int64_t rows) {
 }
 
 Status Model::State::copy_rows(const AnyView<2>& to, const AnyView<2>& from, bool on_device) {
-  if (from.shape[0] == 0) return {};
+  if (from.shape[0] == 0 || norm_alone) return {};
   const auto bytes = std::size_t(from.bytes());
   return on_device ? copy_async(to.data, from.data, bytes, cudaMemcpyDeviceToDevice, stream.get())
                    : copy_to_host(context, to.data, from.data, bytes);
@@ -165,11 +167,8 @@ Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, 
   State& s = *state_;
   CF_TRY(check_step(*this, s.pipeline.lengths(), runs, ids, logits));
   std::vector<StepPart> running, prompts;
-  for (const StepPart& p : parts_of(runs, ids, logits)) (p.decodes ? running : prompts).push_back(p);
-  if (s.visit && !running.empty())
-    return Status::error(Code::unimplemented,
-                         "model: step: expected no visitor of sites on a GPU, which has them for "
-                         "prompts alone; watch() takes an empty one");
+  // A step of all slots has no sites of its own: while a visitor watches, running tokens are read as prompts are.
+  for (const StepPart& p : parts_of(runs, ids, logits)) (p.decodes && !s.visit ? running : prompts).push_back(p);
   CF_TRY(check_rewinds(s.options.stream(), s.options.capacity, s.pipeline.lengths(), runs));
   std::vector<Token> tokens;
   for (const StepPart& p : running)
@@ -177,11 +176,18 @@ Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, 
   // A step that runs ahead has its room.
   if (!prompts.empty() || !s.pipeline.foresees(tokens)) CF_TRY(s.reserve(runs));
   const bool on_device = logits.stream.has_value();
-  const auto put = [&]() -> Status {
-    if (!s.visit && !prompts.empty() && runs.size() > 1)
-      return s.read_together(std::move(running), prompts, logits.own, on_device);
+  if (logits.norm_alone && (!s.visit || logits.own))
+    return bad_argument(kModelName, "norm_alone: expected a visitor, and no logits of the slots' own");
+  const auto put_parts = [&]() -> Status {
+    if (!prompts.empty() && runs.size() > 1) return s.read_together(std::move(running), prompts, logits.own, on_device);
     for (const StepPart& p : prompts) CF_TRY(s.read(p, logits.own, on_device));
     return s.decode(running, on_device);
+  };
+  const auto put = [&] {
+    s.norm_alone = logits.norm_alone;
+    const Status status = put_parts();
+    s.norm_alone = false;
+    return status;
   };
   if (!on_device) return put();
   auto* const theirs = reinterpret_cast<CUstream_st*>(*logits.stream);

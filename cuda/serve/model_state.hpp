@@ -8,6 +8,7 @@
 //   model_steps.cpp    steps of all slots
 //   model_pages.cpp    the pages of slots, where they share a pool
 //   model_choices.cpp  the next ids, and why there is none
+//   model_taps.cpp     what sites make, on its way to the host
 //   pipeline.hpp       which steps run before they are asked for, and where the logits lie
 #include <cuda_runtime_api.h>
 
@@ -21,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/model/taps.hpp"
 #include "cuda/model/extend.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/ops/run.hpp"
@@ -28,6 +30,7 @@
 #include "cuda/persistent/persistent_kernel.hpp"
 #include "cuda/runtime/check.hpp"
 #include "cuda/runtime/memory.hpp"
+#include "cuda/runtime/pinned.hpp"
 #include "cuda/runtime/stream.hpp"
 #include "cuda/serve/model.hpp"
 #include "cuda/serve/pipeline.hpp"
@@ -36,11 +39,11 @@ namespace cf::cuda {
 
 inline constexpr std::string_view kModelName = "model";
 
-/// Memory of the host that a device copies from and to without waiting.
-struct FreePinned {
-  void operator()(std::int32_t* p) const { (void)cudaFreeHost(p); }
-};
-using Pinned = std::unique_ptr<std::int32_t, FreePinned>;
+inline Result<Event> make_event() {
+  cudaEvent_t event = nullptr;
+  CF_TRY(from_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate"));
+  return Event(event);
+}
 
 inline Status copy_async(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, CUstream_st* stream) {
   return from_cuda(cudaMemcpyAsync(to, from, bytes, kind, stream), "cudaMemcpyAsync");
@@ -72,6 +75,7 @@ struct OwnTensors {
   View<std::int32_t, 1> pass_rows;                     // (tokens of a pass): those whose logits are made
   View<std::int32_t, 1> prompt_lengths, chosen;        // (slots)
   AnyView<2> final_norm;
+  AnyView<2> head_part;  // (slots, kRankHeadRows at most, vocab / ranks), of a rank: the logits that it makes of a step
   // (slots, kPassLogits at most, vocab): a slot's row of `logits` is not aligned for every vocab.
   AnyView<2> prompt_logits;
   std::array<AnyView<2>, kLogitsBuffers> logits;               // (slots, vocab)
@@ -79,6 +83,24 @@ struct OwnTensors {
   View<std::int32_t, 1> seen;
 
   void place(Arena& arena, const ModelSpec& spec, DType dtype, const Model::Options& options);
+};
+
+/// Copies of sites' tensors that are on their way to the host.
+class TapCopies {
+ public:
+  /// Puts a copy of the tensor onto the context's stream, and the copy of that to the host onto a stream of its own.
+  Status add(const Context& context, const ModelRunner::SiteTensor& tensor, void* to);
+  /// Waits for the copies so far.
+  Result<ModelRunner::Await> made() const;
+
+ private:
+  struct Place {
+    DeviceMemory memory;
+    Event filled, free;
+  };
+  Stream stream_;
+  std::array<Place, 8> places_;
+  std::size_t next_ = 0;
 };
 
 struct Model::State final : PipelineDevice, OwnTensors {
@@ -182,8 +204,11 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Status read_chunk(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
   /// The chunk of these tensors as a graph.
   Result<GraphExec> chunk_graph(const ModelTensors& t);
-  /// The chunk of these tensors site by site, each with a call of `visit_site`.
+  /// The chunk or pass of these tensors site by site, each with a call of `visit_site`.
   Status walk(const ModelTensors& t, const Visit& visit_site);
+  /// Puts a site's launches onto the stream and calls `visit_site`.
+  template <class Args>
+  Status run_site(const ModelSite& site, const Args& args, const Visit& visit_site);
   /// Puts a prompt through the model, chunk by chunk. `logits_of(count)` is where the logits of the last `count` tokens
   /// of a chunk go; `done` is called with them after each chunk. They are those of the prompt's last `rows` tokens.
   template <class LogitsOf, class Done>
@@ -294,6 +319,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Executor executor;
 
   Visit visit;
+  bool norm_alone = false;  // whether the head of the call that runs makes no logits
   Check go_on;
   Pipeline pipeline;
   SlotPages pages;
@@ -303,12 +329,14 @@ struct Model::State final : PipelineDevice, OwnTensors {
   DeviceMemory memory, forward_memory, score_memory;  // `memory` is that of OwnTensors
   std::array<AnyView<2>, 2> hidden;                   // the embedding and the layers' outputs, in turn
 
+  TapCopies tap_copies;
+
   // On the host.
   std::array<std::vector<SlotSampling>, kLogitsBuffers> sent;  // what `settings` hold
   std::vector<std::size_t> seen_size;  // by slot: the size of the history that `seen` holds, or 0
-  Pinned pinned_prompt;
-  Pinned told;  // by slot: the choice that is on its way, or that was made last
-  Stream side;  // what runs beside the stream's work
+  Pinned<std::int32_t> pinned_prompt;
+  Pinned<std::int32_t> told;  // by slot: the choice that is on its way, or that was made last
+  Stream side;                // what runs beside the stream's work
   Event prompt_copied, handover, crossing;
 
   std::vector<LaunchList> sample;  // by the logits' buffer
@@ -320,5 +348,15 @@ struct Model::State final : PipelineDevice, OwnTensors {
   std::vector<MixedPass> mixed;           // the newest first
   std::optional<PersistentKernel> whole;  // of the persistent impl
 };
+
+template <class Args>
+Status Model::State::run_site(const ModelSite& site, const Args& args, const Visit& visit_site) {
+  if (norm_alone && site.site.id == SiteId::embed_out) return {};
+  LaunchList launches(context, workspace.scratch());
+  launches.set_label(site.site.name.data());  // a literal, which ends in a zero byte
+  CF_TRY(name_site(site, prepare(args, launches)));
+  CF_TRY(launches.submit(stream.get(), {.early = context.overlap()}));
+  return visit_site(site, tensors_of(args));
+}
 
 }  // namespace cf::cuda

@@ -4,6 +4,7 @@
 #include "core/cache_view.hpp"
 #include "core/call_groups.hpp"
 #include "core/model/passes.hpp"
+#include "cuda/comm/peers.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/serve/model_state.hpp"
 #include "cuda/step/capture.hpp"
@@ -115,9 +116,12 @@ Status Model::State::for_each_outer_site(LogitsBuffer to, std::int64_t slots, Ad
                           .kv_len = {step.kv_len.data, {slots}}};
   std::vector<LayerCache> caches;
   const ModelTensors t = tensors(0, {.batch = slots}, arrays, rows_of(logits_at(to), 0, slots), caches);
-  return for_each_model_site(spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
-    return site.layer >= 0 ? Status() : name_site(site, add(site.site, args));
-  });
+  CF_TRY_ASSIGN(Program program, record_model(spec, weights.model_weights(), t));
+  if (context.peers()) program = with_rank_head(std::move(program), spec, context.peers()->rank, head_part);
+  for (const Node& node : program.nodes)
+    if (node.at.layer < 0)
+      CF_TRY(std::visit([&](const auto& args) { return name_site(node.at, add(node.at.site, args)); }, node.call));
+  return {};
 }
 
 Result<GraphExec> Model::State::executor_step(LogitsBuffer to, Start start) {

@@ -119,9 +119,12 @@ class Decisions {
   bool ended_ = false;
 };
 
-/// The most bytes of a rank's part that a step sums: a hidden state of each of its tokens.
+/// The most bytes of a rank's part that a step sums, a hidden state of each of its tokens; or, of all ranks together, that
+/// it gathers, the logits of its slots.
 std::int64_t part_bytes(const ModelSpec& m, const ModelWeights& w, const Model::Options& o) {
-  return std::max(o.slots, o.chunk) * m.shape.hidden_size * std::int64_t(size_bytes(w.embed_in.dtype));
+  const std::int64_t sums = std::max(o.slots, o.chunk) * m.shape.hidden_size,
+                     logits = std::min(o.slots, Model::kRankHeadRows) * m.shape.vocab_size;
+  return std::max(sums, logits) * std::int64_t(size_bytes(w.embed_in.dtype));
 }
 
 std::string rank_name(std::size_t rank, std::span<const int> devices) {

@@ -58,7 +58,9 @@ Result<StepPlan> plan_step(const Arch& arch, const StepQuery& query) {
   model.shape.num_layers = 1;
   const StepOutline outline(model, query.sizes, query.activation, query.linears, query.ends ? query.sizes.batch : 0);
   CF_TRY_ASSIGN(Program program, outline.record());
-  program = with_all_reduce(std::move(program), model);
+  const ModelTensors& t = outline.tensors;
+  const AnyView<2> part(t.logits.data, t.logits.shape, t.logits.dtype);  // any place: nothing is read
+  program = with_rank_head(with_all_reduce(std::move(program), model), model, 0, part);
   std::erase_if(program.nodes, [&](const Node& n) { return n.at.layer < 0 && !query.ends; });
   for (Node& n : program.nodes)
     if (n.at.layer == 0) n.at.layer = query.layer;

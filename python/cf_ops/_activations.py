@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +20,13 @@ from cf_ops._generation import Prompt
 from cf_ops._progress import Progress
 from cf_ops._results import check_same, read_json, replacing, write_json
 from cf_ops._tap_names import Source, layers_of, resolve, sources
-from cf_ops.model import _CHUNK, Model
+from cf_ops.model import Model
 
 __all__ = ["Activations", "activations"]
 
 _STORED = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _SETTINGS = "activations.json"
+_THREADS = 8  # that write a file
 _ABOUT_ROWS = ("ids", "prompt", "position")  # tensors of a file beside the taps, int32
 Mask = Sequence[bool] | NDArray[np.bool_]
 
@@ -167,7 +170,8 @@ def activations(
 
     Each file, activations-00000-of-N.safetensors, has whole prompts up to about `rows_of_file` rows: a tensor
     (rows, ...) for each tap, and ids, prompt and position of each row in int32. Memory beside the model's is that
-    of one prompt. The same call goes on where an earlier one was interrupted, with the first file that is missing.
+    of three blocks of prompts: one on the CPU, on a GPU as many as have a free slot and go through it at once
+    (load(..., slots=64) for short ones). The same call goes on where an earlier one was interrupted, with the first file that is missing.
 
     Raises ValueError for a tap that the model does not have, ids outside the vocabulary, masks of other lengths,
     positions outside a prompt, and a folder with activations of another call; MemoryError and OSError.
@@ -300,20 +304,29 @@ def _masked(number: int, length: int, mask: Mask | None) -> NDArray[np.int32]:
     return np.flatnonzero(taken).astype(np.int32)
 
 
+class _Block(NamedTuple):
+    """Prompts that are read together, and the rows of a file that they fill."""
+
+    values: _core.TapBlock
+    prompts: list[int]
+    begin: int  # of the rows
+    end: int
+
+
 class _Work(ExitStack):
-    """Takes prompts through a model's first layers."""
+    """Takes prompts through a model's first layers. While threads write what one block of prompts has made, a GPU reads
+    the next one."""
 
     def __init__(self, model: Model, prompts: _Prompts, taps: dict[str, Source], dtype: str, layers: int) -> None:
         super().__init__()
         self._prompts, self._taps, self._dtype = prompts, taps, dtype
-        if model.device == "cpu":
-            weights = model.weights.first_layers(max(1, layers))
-            self._runner = _core.Runner(weights, capacity=prompts.longest, chunk=_CHUNK, activation=model.activation)
-        else:
-            self._runner = self.enter_context(model._runner(prompts.longest))
-        self._needed = sorted({tap for s in taps.values() for tap in (s.whole, s.less) if tap is not None})
-        # The last norm and the head, which come last, make as many rows as are asked for.
-        self._has_last = bool({*self._runner.taps[-2:]} & {*self._needed})
+        self._kind = model.activation
+        on_gpu = model.device != "cpu"
+        self._slots = model.slots_for(len(prompts.counts)) if on_gpu else 1
+        self._reader = self.enter_context(closing(model.tap_reader(self._slots, prompts.longest, layers)))
+        self._reader.begin(sorted({tap for s in taps.values() for tap in (s.whole, s.less) if tap is not None}))
+        self._ids_of_block = max(1, self._reader.pass_tokens)
+        self._threads = self.enter_context(ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)))
 
     def write(self, path: str, begin: int, end: int, settings: dict[str, Any], progress: Progress) -> None:
         """Writes the file of the prompts from `begin` to `end`."""
@@ -321,30 +334,98 @@ class _Work(ExitStack):
         rows = sum(counts[begin:end])
         with replacing(path) as temporary:
             made: dict[str, NDArray[Any]] = {}
-            at = 0
-            for number in range(begin, end):
-                taken = self._prompts.positions(number)
-                if taken.size == 0:
-                    continue
-                ids = self._prompts.ids(number)
-                values = self._run(ids)
-                if not made:
-                    shapes = {n: (_STORED[self._dtype], (rows, *v.shape[1:])) for n, v in values.items()}
-                    shapes |= {name: ("I32", (rows,)) for name in _ABOUT_ROWS}
-                    metadata = {key: str(settings[key]) for key in ("model", "activation", "dtype")} | {"format": "pt"}
-                    made = _safetensors.create(temporary, shapes, metadata)
-                here = slice(at, at + taken.size)
-                for name, value in values.items():
-                    made[name][here] = self._cast(name, value[taken])
-                made["ids"][here], made["prompt"][here], made["position"][here] = ids[taken], number, taken
-                at += taken.size
-                progress.set(number + 1, len(counts))
+            read: deque[_Block] = deque()
+            writing: deque[tuple[_Block, list[Future[None]]]] = deque()
 
-    def _run(self, ids: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        _, made = self._runner.run(0, 0, ids, ids.size if self._has_last else 0, self._needed)
-        return {n: made[s.whole] if s.less is None else made[s.whole] - made[s.less] for n, s in self._taps.items()}
+            def write_first() -> None:
+                block = read.popleft()
+                if not made:
+                    made.update(self._create(temporary, rows, settings, block.values.arrays()))
+                writing.append((block, self._write(block, made)))
+                if len(writing) > 1:
+                    wait_for_first()
+
+            def wait_for_first() -> None:
+                block, parts = writing.popleft()
+                for part in parts:
+                    part.result()
+                progress.set(block.prompts[-1] + 1, len(counts))
+
+            try:
+                at = 0
+                for prompts in self._blocks(begin, end):
+                    count = sum(counts[number] for number in prompts)
+                    read.append(_Block(self._read(prompts), prompts, at, at + count))
+                    at += count
+                    if len(read) > 1:
+                        write_first()
+                while read:
+                    write_first()
+                while writing:
+                    wait_for_first()
+            finally:
+                for _, parts in writing:
+                    wait(parts)  # threads write to the mapped file
+
+    def _read(self, prompts: list[int]) -> _core.TapBlock:
+        return self._reader.read([self._prompts.ids(number) for number in prompts])
+
+    def _blocks(self, begin: int, end: int) -> Iterator[list[int]]:
+        """The prompts that go through the model together."""
+        block: list[int] = []
+        ids = 0
+        for number in range(begin, end):
+            if self._prompts.counts[number] == 0:
+                continue
+            size = self._prompts.ids(number).size
+            if block and (len(block) == self._slots or ids + size > self._ids_of_block):
+                yield block
+                block, ids = [], 0
+            block.append(number)
+            ids += size
+        if block:
+            yield block
+
+    def _create(
+        self, path: str, rows: int, settings: dict[str, Any], values: dict[str, NDArray[Any]]
+    ) -> dict[str, NDArray[Any]]:
+        """Makes the file of so many rows."""
+        shapes = {n: (_STORED[self._dtype], (rows, *values[s.whole].shape[1:])) for n, s in self._taps.items()}
+        shapes |= {name: ("I32", (rows,)) for name in _ABOUT_ROWS}
+        metadata = {key: str(settings[key]) for key in ("model", "activation", "dtype")} | {"format": "pt"}
+        return _safetensors.create(path, shapes, metadata)
+
+    def _write(self, block: _Block, made: dict[str, NDArray[Any]]) -> list[Future[None]]:
+        """Lets threads write a block's rows."""
+        here = slice(block.begin, block.end)
+        taken = [self._prompts.positions(number) for number in block.prompts]
+        sizes = [self._prompts.ids(number).size for number in block.prompts]
+        begins = np.cumsum([0, *sizes])
+        places = np.concatenate([begin + rows for begin, rows in zip(begins, taken)])
+        are_all = places.size == begins[-1] and (places == np.arange(places.size)).all()
+        for name, about in zip(_ABOUT_ROWS, self._about(block, taken)):
+            made[name][here] = about
+        values = block.values.arrays()
+
+        def write(name: str, source: Source) -> None:
+            whole = values[source.whole] if are_all else values[source.whole][places]
+            if source.less is not None:
+                whole = whole - (values[source.less] if are_all else values[source.less][places])
+            made[name][here] = self._cast(name, whole)
+
+        return [self._threads.submit(write, name, source) for name, source in self._taps.items()]
+
+    def _about(self, block: _Block, taken: list[NDArray[np.int32]]) -> list[NDArray[Any]]:
+        ids = [self._prompts.ids(number)[rows] for number, rows in zip(block.prompts, taken)]
+        numbers = np.repeat(block.prompts, [rows.size for rows in taken])
+        return [np.concatenate(ids), numbers, np.concatenate(taken)]
 
     def _cast(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
+        """Values of the model's dtype in the files'; those of bfloat16 are bits."""
+        if self._kind == self._dtype:
+            return values
+        if self._kind == "bfloat16":
+            values = _safetensors.from_bfloat16(values)
         if self._dtype == "bfloat16":
             return _safetensors.to_bfloat16(values)
         if self._dtype == "float16" and (largest := float(np.abs(values).max(initial=0))) >= 65520:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cf_ops import _core
 from cf_ops._arguments import integer, path_of
 from cf_ops._progress import Progress
 from cf_ops._results import check_same, replacing, write_json
@@ -21,6 +20,7 @@ from cf_ops.model import USUAL_SLOTS, Model
 __all__ = ["Memorized", "memorize"]
 
 _FLUSH = 1024  # results that are written at once
+_STEPS = 8  # of the model, between two looks at what has ended
 _SEEN = 1024  # sequences whose ids tell one token file from another
 _RECORD = np.dtype([("index", "<i8"), ("accuracy", "<f4"), ("equal", "<i4"), ("prefix", "<i4")])
 
@@ -225,7 +225,7 @@ def _open_results(path: str, settings: dict[str, Any], first: int, continuation:
 
 
 class _Work:
-    """Sequences in the slots of a decoder. One that ends gives its slot to the next."""
+    """Sequences in the slots of a memorizer. One that ends gives its slot to the next."""
 
     def __init__(
         self,
@@ -237,82 +237,39 @@ class _Work:
         banned: list[int],
     ) -> None:
         self._model, self._rows, self._context, self._results = model, rows, context, results
-        self._exact_only = exact_only
-        self._banned = np.array(banned, np.int64)
-        self._never = frozenset(banned)
-        self._place: dict[int, int] = {}  # by the decoder's number of a sequence
-        self._made: dict[int, list[int]] = {}  # by place
+        self._exact_only, self._banned = exact_only, banned
 
     def run(self, slots: int) -> None:
-        length = self._rows.shape[1]
-        self._decoder = self._model.decoder(slots, length)
-        next_place, count = self._results.done, self._rows.shape[0]
+        count, length = self._rows.shape
+        place, first = self._results.done, self._results.first
+        memorizer = self._model.memorizer(slots, length)
         try:
+            memorizer.begin(
+                context=self._context,
+                continuation=length - self._context,
+                exact_only=self._exact_only,
+                never=self._banned,
+            )
             with Progress("memorisation") as progress:
-                while self._place or next_place < count:
-                    while len(self._place) < slots and next_place < count:
-                        self._begin(next_place)
-                        next_place += 1
-                    for sequence, id in self._decoder.decode(1):
-                        self._take(sequence, id)
-                    for sequence in self._decoder.ended():
-                        if self._decoder.finish(sequence) == "failed":
-                            where = self._results.first + self._place[sequence]
-                            raise _core.CfError(f"sequence {where}: {self._decoder.status(sequence)}")
+                while place < count or memorizer.running:
+                    # As many wait as there are slots, so that one is there wherever a sequence ends.
+                    if (room := min(2 * slots - memorizer.running, count - place)) > 0:
+                        memorizer.add(first + place, self._ids(place, place + room))
+                        place += room
+                    for number, equal, prefix in memorizer.step(_STEPS):
+                        self._results.put(number - first, equal, prefix)
                     progress.set(self._results.done, count)
         finally:
-            self._decoder.close()
+            memorizer.close()
 
-    def _begin(self, place: int) -> None:
-        ids = self._rows[place].astype(np.int64)
-        if ids.min() < 0 or ids.max() >= (vocab_size := self._model.config["vocab_size"]):
-            where = f"sequence {self._results.first + place}"
-            raise ValueError(f"{where}: expected ids of 0 to {vocab_size - 1}, got {ids.min()} to {ids.max()}")
-        self._made[place] = []
-        self._add(place)
-
-    def _add(self, place: int, extra: int = 0) -> None:
-        made = self._made[place]
-        prompt = self._rows[place, : self._context].tolist() + made
-        left = self._rows.shape[1] - self._context - len(made) + extra
-        self._place[self._decoder.add(prompt, max_new_tokens=left)] = place
-
-    def _take(self, sequence: int, id: int) -> None:
-        """Takes a sequence's next id."""
-        place = self._place[sequence]
-        made, target = self._made[place], self._rows[place, self._context :]
-        is_banned = id in self._never
-        if is_banned:
-            is_running = self._decoder.finish(sequence) == "running"
-            logits = self._decoder.logits(sequence) if is_running else None
-            self._drop(sequence)
-            if logits is None:  # of its last id: with room for one more it ends later, and its logits can be read
-                return self._add(place, extra=1)
-            id = self._best_allowed(logits)
-        made.append(id)
-        if self._exact_only and id != target[len(made) - 1]:
-            self._end(sequence, place, -1, len(made) - 1)
-        elif len(made) == target.size:
-            is_equal = np.asarray(made) == target
-            prefix = target.size if is_equal.all() else int(is_equal.argmin())
-            self._end(sequence, place, int(is_equal.sum()), prefix)
-        elif is_banned:
-            self._add(place)
-
-    def _best_allowed(self, logits: NDArray[Any]) -> int:
-        allowed = logits.copy()
-        allowed[self._banned] = -np.inf
-        return int(allowed.argmax())
-
-    def _end(self, sequence: int, place: int, equal: int, prefix: int) -> None:
-        if sequence in self._place:
-            self._drop(sequence)
-        del self._made[place]
-        self._results.put(place, equal, prefix)
-
-    def _drop(self, sequence: int) -> None:
-        del self._place[sequence]
-        self._decoder.drop(sequence)
+    def _ids(self, begin: int, end: int) -> NDArray[np.int32]:
+        ids = self._rows[begin:end]
+        vocab_size = self._model.config["vocab_size"]
+        outside = np.flatnonzero((ids < 0).any(1) | (ids >= vocab_size).any(1))
+        if outside.size:
+            row, where = ids[outside[0]], f"sequence {self._results.first + begin + outside[0]}"
+            raise ValueError(f"{where}: expected ids of 0 to {vocab_size - 1}, got {row.min()} to {row.max()}")
+        return np.ascontiguousarray(ids, np.int32)
 
 
 def _rows_of(tokens: Any, row: int | None, dtype: str) -> NDArray[Any]:

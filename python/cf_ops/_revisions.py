@@ -30,7 +30,8 @@ class Revision:
 
     name: as it was asked for. step: the training step that the name says. directory, files, config: what was read,
     files with their bytes. sha256: of all tensors, their names, dtypes and shapes. tensors: each one's own. metrics:
-    what was measured. error: why nothing was. load_s, run_s: seconds.
+    what was measured. error: why nothing was. load_s: seconds in which it was read, beside the one before. swap_s: until
+    the model had its weights, of run_s: until it was measured.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Revision:
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     load_s: float = 0.0
+    swap_s: float = 0.0
     run_s: float = 0.0
 
     def json(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -124,8 +125,9 @@ def sweep(
     interrupted: rows without an error are kept. Metrics must have the names, and `settings` (what else the results
     depend on, JSON's types) the values of the earlier call. `then` is called with each new row, before it is written.
 
-    device, activation, slots, capacity, impl: as :func:`cf_ops.load` takes them. On a GPU a revision's memory is given
-    back before the next takes its own.
+    device, activation, slots, capacity, impl: as :func:`cf_ops.load` takes them. The weights of a revision take the place
+    of those before (:meth:`Model.swap`), so that a GPU's memory and what was prepared there are kept; a metric is given
+    the same model each time. A revision with another config is loaded anew.
     """
     if is_one(revisions):
         raise TypeError(f"revisions: expected several, got one {kind_of(revisions)}")
@@ -143,7 +145,7 @@ def sweep(
     made = Sweep([kept.get(row.name, row) for row in rows])
     made.faults = faults(made.revisions)
     todo = [row for row in made.revisions if row.name not in kept]
-    with Progress("sweep") as progress:
+    with Progress("sweep") as progress, closing(loads):
         coming = _Read(loads, todo[0]) if todo else None
         for place, row in enumerate(todo):
             assert coming is not None
@@ -208,6 +210,7 @@ class _Loads:
             if activation is not None:
                 raise ValueError(f"activation: expected it with device='cpu' alone, got {activation!r} for a GPU")
             _core.check_cuda_device(self._index)
+        self._running: Model | None = None
         self._slots = 1 if slots is None else integer("slots", slots, 1, 2**31 - 1)
         self._capacity = CAPACITY if capacity is None else integer("capacity", capacity, 1, 2**31 - 1)
         self._impl = text_of("impl", impl)
@@ -225,19 +228,39 @@ class _Loads:
         return weights
 
     def model(self, row: Revision, weights: _core.Weights, eos_token_ids: list[int]) -> Model:
+        """The model with a revision's weights."""
+        begun = time.perf_counter()
+        if self._running is not None:
+            try:
+                self._running._take(weights, row.directory, eos_token_ids)
+                row.swap_s = time.perf_counter() - begun
+                return self._running
+            except (ValueError, NotImplementedError):
+                self.close()  # another config, or a call that a metric has left behind
+            except BaseException:
+                self.close()
+                raise
         if self._index is None:
-            return Model(weights, row.directory, self._activation or "float32", eos_token_ids)
-        made = on_device(
-            weights,
-            row.directory,
-            eos_token_ids,
-            self._index,
-            slots=self._slots,
-            capacity=self._capacity,
-            impl=self._impl,
-        )
-        weights.drop_values()
-        return made
+            self._running = Model(weights, row.directory, self._activation or "float32", eos_token_ids)
+        else:
+            self._running = on_device(
+                weights,
+                row.directory,
+                eos_token_ids,
+                self._index,
+                slots=self._slots,
+                capacity=self._capacity,
+                impl=self._impl,
+            )
+            weights.drop_values()
+        row.swap_s = time.perf_counter() - begun
+        return self._running
+
+    def close(self) -> None:
+        """Gives the model's memory back."""
+        if self._running is not None:
+            self._running.close()
+        self._running = None
 
 
 def _measure(row: Revision, read: Any, loads: _Loads, metrics: Mapping[str, Metric]) -> None:
@@ -247,7 +270,6 @@ def _measure(row: Revision, read: Any, loads: _Loads, metrics: Mapping[str, Metr
     if isinstance(read, BaseException):
         row.error = _message(read)
         return
-    model: Model | None = None
     try:
         model = loads.model(row, *read)
         for name, metric in metrics.items():
@@ -259,9 +281,8 @@ def _measure(row: Revision, read: Any, loads: _Loads, metrics: Mapping[str, Metr
                 row.metrics[f"{name}.{part}" if part else name] = real(f"metric {name}", value)
     except _ERRORS as error:
         row.error, row.metrics = _message(error), {}
-    finally:
-        if model is not None:
-            model.close()
+        if isinstance(error, _core.CfError):
+            loads.close()  # what a device has failed in is not gone on with
     row.run_s = time.perf_counter() - begun
 
 

@@ -59,6 +59,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_worker(args: argparse.Namespace) -> Any:
     """Loads the model; returns Dynamo's worker for it. What is wrong with the model is raised before Dynamo starts."""
+    # The decoder's thread has its ids and waits for the event loop to let go of the interpreter: 5 ms by default, which
+    # is as long as a step.
+    sys.setswitchinterval(2e-4)
     from dynamo.common.backend import Worker, WorkerConfig  # type: ignore[import-not-found, unused-ignore]
 
     directory = os.path.abspath(program.model_directory(args))  # a front end elsewhere reads the tokenizer there

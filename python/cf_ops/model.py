@@ -147,6 +147,36 @@ class Model:
         if self._on_device is not None:
             self._on_device.close()
 
+    def swap(self, path_or_preset: str | os.PathLike[str], *, revision: str | None = None) -> None:
+        """Puts the weights of another checkpoint of the same model, such as another revision, in the place of its own.
+        The arguments are those of :func:`load`.
+
+        On a GPU they are copied to where the weights lie: no other memory is taken, and nothing is prepared anew. The
+        files are read and checked before the first byte is copied. What is loaded with `layers` keeps that number.
+        Afterwards the model does what load() of the other checkpoint would, bit for bit.
+
+        Raises ValueError for weights of another config, shape, dtype or quantisation, and on a GPU while a call uses the
+        model; NotImplementedError there for a quantised weight with another order of inputs; and what :func:`load`
+        raises of files. The model then has the weights that it had.
+        """
+        path = find_model(
+            path_or_preset if isinstance(path_or_preset, str) else path_of("path", path_or_preset), revision
+        )
+        stored = self.weights.dtype if path in _core.presets() and not os.path.isdir(path) else None
+        weights, eos_token_ids = open_weights(path, stored, for_gpu=self._on_device is not None)
+        self._take(weights, path, eos_token_ids)
+
+    def _take(self, weights: _core.Weights, directory: str, eos_token_ids: list[int]) -> None:
+        """Takes other weights of the same model."""
+        if self.weights.layers_left_out:
+            weights = weights.first_layers(self.weights.layers)
+        self.weights.check_swap(weights)
+        if self._on_device is not None:
+            self._on_device.swap(weights)
+            weights.drop_values()
+        self.weights, self.directory, self.eos_token_ids = weights, directory, eos_token_ids
+        self._tokenizer = self._chat = None
+
     @property
     def config(self) -> dict[str, Any]:
         """The model's config in the names of transformers 4.x."""
@@ -465,6 +495,22 @@ class Model:
             return _core.Scorer(self.weights, slots=slots, **self._of_cpu(capacity))
         self._check_capacity(self._on_device, capacity)
         return _core.Scorer(self._on_device, slots=slots)
+
+    def memorizer(self, slots: int, capacity: int) -> _core.Memorizer:
+        """What continues sequences of `capacity` ids in `slots` slots and compares them with their own; on a GPU in slots
+        that are free. Raises what :meth:`generate` raises of sizes."""
+        if self._on_device is None:
+            return _core.Memorizer(self.weights, slots=slots, **self._of_cpu(capacity))
+        self._check_capacity(self._on_device, capacity)
+        return _core.Memorizer(self._on_device, slots=slots)
+
+    def tap_reader(self, slots: int, capacity: int, layers: int) -> _core.TapReader:
+        """What reads prompts of up to `capacity` ids for taps of the first `layers` layers; on a GPU in `slots` slots that
+        are free, through all layers, and on the CPU in one. Raises what :meth:`generate` raises of sizes."""
+        if self._on_device is None:
+            return _core.TapReader(self.weights.first_layers(max(1, layers)), **self._of_cpu(capacity))
+        self._check_capacity(self._on_device, capacity)
+        return _core.TapReader(self._on_device, slots=slots)
 
     @contextmanager
     def _runner(self, capacity: int) -> Iterator[_core.Runner]:

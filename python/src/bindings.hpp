@@ -33,5 +33,7 @@ void bind_device(nanobind::module_& m);
 void bind_runner(nanobind::module_& m);
 void bind_decoder(nanobind::module_& m);
 void bind_scorer(nanobind::module_& m);
+void bind_memorizer(nanobind::module_& m);
+void bind_tap_reader(nanobind::module_& m);
 
 }  // namespace cf::python

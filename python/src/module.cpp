@@ -55,4 +55,6 @@ NB_MODULE(_core, m) {
   cf::python::bind_runner(m);
   cf::python::bind_decoder(m);
   cf::python::bind_scorer(m);
+  cf::python::bind_memorizer(m);
+  cf::python::bind_tap_reader(m);
 }

@@ -30,6 +30,24 @@ Status SharedModel::close() {
   });
 }
 
+Status SharedModel::swap(const Weights& weights) {
+  if (weights.place != Place::host)
+    return Status::error(Code::invalid_argument, "swap: expected weights in the memory of the host, got others");
+  if (const std::int64_t leased = slots() - free_slots(); leased > 0)
+    return Status::error(Code::invalid_argument,
+                         "swap: expected no call that runs, got " + std::to_string(leased) + " slots in use");
+  return on_device(device_, [&]() -> Status {
+    CF_TRY_ASSIGN(ModelRunner* const runner, runner_->runner());
+    Status status = runner->swap_weights(weights.config.spec(), weights.weights, weights.owner);
+    if (status && weights.checkpoint)
+      status = weights.checkpoint->check_files();
+    else if (status.code() != Code::device_error)
+      return status;
+    if (!status) runner_->close();
+    return status;
+  });
+}
+
 namespace {
 
 /// Copies a model to a GPU, or reads the weights that lie there in place.
@@ -107,6 +125,14 @@ void bind_device(nb::module_& m) {
                    "The bytes of the model's own weights on the device: 0 where it reads them in place.")
       .def_prop_ro("cache_bytes", &SharedModel::cache_bytes, "The bytes of the cache.")
       .def_prop_ro("workspace_bytes", &SharedModel::workspace_bytes, "The bytes of the activations.")
+      .def(
+          "swap",
+          [](SharedModel& s, const Weights& weights) { check(work(s.turns(), [&] { return s.swap(weights); })); },
+          "weights"_a,
+          "Copies other weights of the same config to the place of the model's own, which take no other memory. Raises "
+          "ValueError for weights of another config, shape, dtype or format, and while a runner or a decoder has "
+          "slots, and NotImplementedError for weights in place and those that are packed in another layout; the "
+          "model keeps its own then.")
       .def(
           "close", [](SharedModel& s) { check(work(s.turns(), [&] { return s.close(); })); },
           "Gives the device's memory back. What its runners are asked from now on raises CfError.");

@@ -6,6 +6,7 @@
 
 #include "core/model/slot_lease.hpp"
 #include "python/src/device.hpp"
+#include "python/src/weights.hpp"
 #include "python/src/work.hpp"
 
 namespace cf::python {
@@ -42,6 +43,9 @@ class SharedModel {
   /// Call the members below only while holding turns().
 
   const std::shared_ptr<SharedRunner>& runner() const { return runner_; }
+  /// ModelRunner::swap_weights(). Refuses it while a lease has slots. Files of `weights` that became shorter while they
+  /// were read end the model, as close() does.
+  Status swap(const Weights& weights);
   /// Gives the device's memory back. Every use of the runner is refused from now on.
   Status close();
 

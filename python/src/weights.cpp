@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/model/model.hpp"
+#include "core/model/runner.hpp"
 #include "core/procedural.hpp"
 #include "core/resources.hpp"
 #include "golden/checkpoint/generation_config.hpp"
@@ -229,6 +230,17 @@ void bind_weights(nb::module_& m) {
       .def("first_layers", &first_layers, "count"_a,
            "The weights of the model that ends behind its first `count` layers, its last norm and its head. Nothing is "
            "copied. Raises ValueError for fewer than 1 and more than the model has.")
+      .def_prop_ro(
+          "layers", [](const Weights& w) { return w.config.num_hidden_layers; }, "How many layers there are.")
+      .def(
+          "check_swap",
+          [](const Weights& w, const Weights& other) {
+            check(check_swap(w.config.spec(), w.weights, other.config.spec(), other.weights));
+          },
+          "other"_a,
+          "Raises ValueError for weights that cannot take the place of these in a model: of another config, shape, "
+          "dtype "
+          "or format.")
       .def_ro("layers_left_out", &Weights::layers_left_out,
               "How many of the checkpoint's last layers first_layers() has left out.")
       .def("rope_table", &rope_table_of, "rows"_a,

@@ -5,8 +5,10 @@
 #include <string>
 #include <vector>
 
+#include "golden/checkpoint/token_file.hpp"
 #include "tests/apps/run_cf_model.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/taken.hpp"
 #include "tests/support/temp_dir.hpp"
 
 namespace {
@@ -92,4 +94,51 @@ TEST_CASE("cf-model stream refuses what is no stream", "[cf_model][stream]") {
                          "window, sinks: expected a model with RoPE, got one without");
   check_cf_model_refusal("generate " + model + "--prompt-ids 1 --sinks 4", "--sinks: expected with --window");
   check_cf_model_refusal("generate " + model + "--prompt-ids 1 --window 8 --pages 4", "expected none for streams");
+}
+
+TEST_CASE("cf-model memorize goes on where it was interrupted, and bare ids are those of a .npy file",
+          "[cf_model][memorize]") {
+  const TempDir dir;
+  const std::string tokens = std::string(CF_DATA_DIR) + "/checkpoints/stdlib-4m/held_out.npy";
+  const std::string common = "memorize --model '" + std::string(CF_DATA_DIR) + "/checkpoints/stdlib-4m' ";
+  const std::string run = common + "--tokens '" + tokens + "' --row 32 --context 8 --continuation 16 --count 12 ";
+  const std::string csv = dir / "m.csv", report = dir / "m.json";
+  const std::string made = cf_model_ok(run + "--slots 5 --csv '" + csv + "' --json '" + report + "'").out;
+  CHECK(made.starts_with("12 of 12 sequences: "));
+  const std::string whole = read_file(csv);
+  CHECK(whole.starts_with("index,accuracy,equal,prefix\n0,"));
+  CHECK(std::ranges::count(whole, '\n') == 13);
+  const Json found = Json::parse(read_file(report));
+  CHECK(found["sequences"] == 12);
+  CHECK(found["made_now"] == 12);
+  CHECK(found["sequences_per_s"].get<double>() > 0);
+  // A line was cut: it and those behind it are made again.
+  write_file(csv, whole.substr(0, whole.size() / 2));
+  CHECK(cf_model_ok(run + "--slots 2 --csv '" + csv + "'").out.starts_with("12 of 12 sequences: "));
+  CHECK(read_file(csv) == whole);
+  CHECK(cf_model_ok(run + "--csv '" + csv + "' --json '" + report + "'").out.find("/s") == std::string::npos);
+  CHECK(Json::parse(read_file(report))["made_now"] == 0);
+  check_cf_model_refusal(run + "--exact-only --csv '" + csv + "'", "m.csv.json: expected the settings of this run");
+  write_file(csv, "index,accuracy,equal,prefix\n1,0.5,8,8\n");
+  check_cf_model_refusal(run + "--csv '" + csv + "'", "m.csv: expected the results of sequences from 0 on");
+
+  // The same ids without a header, as 16 bits.
+  const checkpoint::TokenFile ids = taken(checkpoint::read_token_file(tokens, 12 * 32));
+  std::string bytes;
+  for (std::int32_t id : ids.ids) {
+    bytes += char(id & 255);
+    bytes += char(id >> 8);
+  }
+  write_file(dir / "ids.bin", bytes);
+  const std::string bare = common + "--tokens '" + (dir / "ids.bin") + "' --context 8 --continuation 16 ";
+  const std::string other = dir / "bare.csv";
+  cf_model_ok(bare + "--row 32 --csv '" + other + "'");
+  CHECK(read_file(other) == whole);
+  cf_model_ok(bare + "--row 32 --first 3 --count 4 --exact-only");
+  check_cf_model_refusal(bare, "ids.bin: expected --row");
+  check_cf_model_refusal(bare + "--row 25", "ids.bin: expected sequences of 25 ids, got 384 ids");
+  check_cf_model_refusal(bare + "--row 12", "ids.bin: expected sequences of at least 24 ids, got 12");
+  check_cf_model_refusal(bare + "--row 32 --first 12", "--first: expected 0 to 11, got 12");
+  check_cf_model_refusal(bare + "--row 32 --count 13", "--count: expected 1 to 12, got 13");
+  check_cf_model_refusal(bare + "--row 32 --id-type int32 --never 2048", "never[0]: expected an id of 0 to 2047");
 }

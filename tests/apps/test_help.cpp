@@ -12,9 +12,10 @@ using namespace cf::test;
 namespace {
 
 const std::vector<std::string> programs{"cf-golden", "cf-layer", "cf-model", "cf-op"};
-const std::vector<std::string> pages{"cf-golden",         "cf-golden info",  "cf-golden run", "cf-golden compare",
-                                     "cf-layer",          "cf-model",        "cf-model info", "cf-model bench",
-                                     "cf-model generate", "cf-model stream", "cf-model eval", "cf-op"};
+const std::vector<std::string> pages{
+    "cf-golden",     "cf-golden info",    "cf-golden run",  "cf-golden compare", "cf-layer",
+    "cf-model",      "cf-model info",     "cf-model bench", "cf-model generate", "cf-model stream",
+    "cf-model eval", "cf-model memorize", "cf-op"};
 
 /// Runs a command line in the folder of the sources, where the programs are on the PATH.
 ProgramRun run(const std::string& command) {
@@ -131,7 +132,8 @@ TEST_CASE("help that cannot be written is no success", "[help]") {
 }
 
 TEST_CASE("bash completes commands, options and values", "[completion]") {
-  CHECK(completed({"cf-model", ""}) == Words{"generate", "stream", "eval", "bench", "info", "--help", "--version"});
+  CHECK(completed({"cf-model", ""}) ==
+        Words{"generate", "stream", "eval", "memorize", "bench", "info", "--help", "--version"});
   CHECK(completed({"cf-model", "ge"}) == Words{"generate"});
   CHECK(completed({"cf-model", "generate", "--pr"}) == Words{"--preset", "--prompt-ids", "--prompt"});
   CHECK(completed({"cf-model", "info", "--preset", "pythia-2"}) == Words{"pythia-2.8b"});

@@ -78,10 +78,20 @@ TEST_CASE("linear on the GPU: up to 16 tokens with GPTQ weights, slices of every
           CHECK(check_on_device<ops::Linear>(setup(activation, {4, group, 1, desc_act}, std::uint64_t(in)),
                                              linear_example(tokens, in, 40, ops::Epilogue::residual)));
         }
-  // Launches of 16 tokens and one of what is left.
+  // Parts of four chunks, in clusters of one block to eight.
+  for (DType activation : {DType::f16, DType::bf16})
+    for (std::int64_t in : {2048, 4096, 8192, 10240, 14336, 16384})
+      for (ops::Epilogue epilogue : {ops::Epilogue::residual, ops::Epilogue::swiglu}) {
+        const std::int64_t tokens = epilogue == ops::Epilogue::swiglu ? 16 : 11;
+        INFO("in " << in << ", tokens " << tokens);
+        CHECK(check_on_device<ops::Linear>(setup(activation, {4, in == 8192 ? 256 : 128, 1, false}, std::uint64_t(in)),
+                                           linear_example(tokens, in, 40, epilogue)));
+      }
+  // Launches of 16 tokens and one of what is left: Hopper's tensor cores do not take 36 rows.
   for (std::int64_t tokens : {17, 31, 64})
-    CHECK(check_on_device<ops::Linear>(setup(DType::f16, {8, 128, 1, false}, std::uint64_t(tokens)),
-                                       linear_example(tokens, 648, 72, ops::Epilogue::swiglu)));
+    for (int bits : {4, 8})
+      CHECK(check_on_device<ops::Linear>(setup(DType::f16, {bits, 128, 1, false}, std::uint64_t(tokens)),
+                                         linear_example(tokens, 648, 36, ops::Epilogue::none)));
 }
 
 TEST_CASE("linear on the GPU: GPTQ weights with a bias of another type than the activations", "[gpu][gptq]") {
@@ -188,9 +198,9 @@ TEST_CASE("linear on the GPU: swiglu refuses GPTQ weights whose rows are in RoPE
 
 TEST_CASE("linear on the GPU: GPTQ weights give the same bits a thousand times", "[gpu][gptq]") {
   cuda::Context c = context();
-  for (std::int64_t tokens : {1, 9})
+  for (auto [tokens, desc_act] : {std::pair<std::int64_t, bool>{1, true}, {9, true}, {16, false}})
     for (auto [in, out] : {std::pair<std::int64_t, std::int64_t>{2560, 512}, {10240, 256}}) {
-      DeviceProblem<ops::Linear> p(setup(DType::f16, {4, 128, 1, true}), {{tokens, in, out, false}, {}});
+      DeviceProblem<ops::Linear> p(setup(DType::f16, {4, 128, 1, desc_act}), {{tokens, in, out, false}, {}});
       const auto first = p.run(c).bytes();
       for (int i = 1; i < 1000; ++i) REQUIRE(cuda::run(p.args(), c));
       CHECK(p.fetch().bytes() == first);

@@ -135,6 +135,42 @@ void check_exchanges(int ranks, bool on_one) {
       }
 }
 
+void check_gathers(int ranks, bool on_one) {
+  if (!on_one && gpu_count() < ranks) {
+    WARN("skipped: " << ranks << " GPUs are needed, there are " << gpu_count());
+    return;
+  }
+  Parts p(devices_of(ranks, on_one), std::int64_t(64) * 64128 * 2 * ranks);
+  std::uint64_t seed = 1;
+  for (DType dtype : {DType::f16, DType::f32})
+    for (const auto& [tokens, width] : {std::pair{1, 8}, {1, 25152}, {3, 25152}, {64, 4096}, {40, 64128}}) {
+      if (dtype == DType::f32 && width > 30000) continue;
+      CAPTURE(ranks, on_one, to_string(dtype), tokens, width);
+      const Tensor parts = fill(p, dtype, tokens, width, seed++);
+      std::vector<cuda::DeviceMemory> all;
+      for (RankPart& r : p.ranks) {
+        require_cuda(cudaSetDevice(r.context.device()));
+        all.push_back(taken(cuda::DeviceMemory::create(r.context, std::size_t(parts.size_bytes()), "gathered")));
+        cuda::LaunchList launches(r.context);
+        require_ok(cuda::prepare(ops::AllGather::Args{.x = {r.x.data(), {1, tokens, width}, dtype},
+                                                      .y = {all.back().data(), {tokens, ranks * width}, dtype},
+                                                      .ranks = ranks},
+                                 launches));
+        for (int i = 0; i < 3; ++i) require_ok(launches.submit(r.stream.get()));
+      }
+      p.synchronize();
+      require_ok(p.communicator->status());
+      Tensor expected(dtype, {tokens, ranks * width});
+      require_ok(cpu_ref::run(ops::AllGather::Args{.x = parts.view<3>(), .y = expected.view<2>(), .ranks = ranks}));
+      for (std::size_t r = 0; r < p.ranks.size(); ++r) {
+        require_cuda(cudaSetDevice(p.ranks[r].context.device()));
+        Tensor got(dtype, expected.shape());
+        require_cuda(cudaMemcpy(got.data(), all[r].data(), std::size_t(got.size_bytes()), cudaMemcpyDeviceToHost));
+        CHECK(same_bits(got, expected));
+      }
+    }
+}
+
 void check_delays(int ranks, bool on_one, int runs) {
   if (!on_one && gpu_count() < ranks) {
     WARN("skipped: " << ranks << " GPUs are needed, there are " << gpu_count());
@@ -203,6 +239,12 @@ TEST_CASE("all_reduce between GPUs is the oracle's sum within the budget, alike 
   check_exchanges(4, false);
 }
 
+TEST_CASE("all_gather between ranks copies every rank's part", "[gpu][ranks]") {
+  check_gathers(2, true);
+  check_gathers(2, false);
+  check_gathers(4, false);
+}
+
 TEST_CASE("all_reduce makes the same bits a thousand times, whichever rank is late", "[gpu][ranks]") {
   check_delays(2, true, 200);
   check_delays(2, false, 1000);
@@ -258,6 +300,37 @@ TEST_CASE("A model on several GPUs: its logits are the oracle's within the budge
   check_model(Small(dtype, {}, gated_config()), 2, false, {.capacity = 96, .impl = Impl::unfused});
   check_model(Small(dtype, {.bits = 4, .group_size = 32}, gated_config(ModelType::qwen2)), 2, false, {.capacity = 96});
   check_model(Small(dtype), 2, false, {.slots = 3, .capacity = 128, .pages = 8});
+}
+
+TEST_CASE("Ranks that divide the LM head give the oracle's logits within the budget", "[gpu][ranks]") {
+  const bool on_one = gpu_count() < 2;
+  const Impl impl = GENERATE(Impl::unfused, Impl::graph);
+  ModelConfig m = small_config();
+  m.vocab_size = 336;
+  const Small small(DType::f16, {}, m);
+  const auto model = taken(RankedModel::create(devices_of(2, on_one), "small", small.config, small.weights->weights,
+                                               {.slots = 3, .capacity = 96, .impl = impl}));
+  const auto oracle = taken(cpu_ref::Model::create(small.config, small.weights->weights, small.weights,
+                                                   {.slots = 3, .capacity = 96, .activation = DType::f64}));
+  Condition condition{0, 0};
+  oracle->measure(&condition);
+  for (std::int64_t slot = 0; slot < 3; ++slot)
+    for (ModelRunner* runner : {static_cast<ModelRunner*>(model.get()), static_cast<ModelRunner*>(oracle.get())})
+      require_ok(runner->prefill(slot, 0, ids_of(7 + slot, std::uint64_t(slot))));
+  for (std::int64_t i = 0; i < 4; ++i) {
+    const Ids next = ids_of(3, 50 + std::uint64_t(i));
+    std::vector<ModelRunner::Token> tokens;
+    for (std::int64_t slot = 0; slot < 3; ++slot) tokens.push_back({slot, next[std::size_t(slot)], 7 + slot + i});
+    require_ok(model->step(tokens));
+    require_ok(oracle->step(tokens));
+    for (std::int64_t slot = 0; slot < 3; ++slot) {
+      const auto error = compare(taken(model->logits(slot)), taken(oracle->logits(slot)));
+      REQUIRE(error);
+      const Budget budget = model_budget(small.config, DType::f16, condition);
+      CAPTURE(slot, i, error->rel_l2, budget.rel_l2, error->rel_max, budget.rel_max);
+      CHECK(error->within(budget));
+    }
+  }
 }
 
 TEST_CASE("A decoder of many slots on ranks gives the same ids on every run, sampled ones too", "[gpu][ranks]") {

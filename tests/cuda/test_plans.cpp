@@ -760,7 +760,7 @@ TEST_CASE("linear of 4 bits: which calls the wide kernel takes; its blocks have 
   for (int halves : {2, 4, 8})
     for (int chunks : {1, 3, 10, 11, 40, 64, 65, 160, 192}) {
       CAPTURE(halves, chunks);
-      const GptqSizes of{chunks == 64 ? 1792 : 160, chunks, halves, false, true};
+      const GptqSizes of{chunks == 64 ? 1792 : 160, chunks, halves, false, false, true};
       const GptqPlan p = gptq_plan(kH200, of, 16, kLinearGptqTurns, kLinearGptqBlocksPerSm);
       REQUIRE((p.grid > 0 && p.tokens == 16));
       // Two blocks an SM.
@@ -778,6 +778,25 @@ TEST_CASE("linear of 4 bits: which calls the wide kernel takes; its blocks have 
       CHECK(*most - *least <= 1);
       for (int times : taken) CHECK(times == 1);
     }
+  // Parts of four whole chunks.
+  for (int chunks : {32, 64, 128, 160, 224, 256}) {
+    CAPTURE(chunks);
+    const GptqSizes of{chunks == 64 ? 1792 : 256, chunks, 4, false, true, true};
+    CHECK(gptq_is_wide(kH200, of, 16));
+    const GptqPlan p = gptq_plan(kH200, of, 16, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+    REQUIRE((p.grid > 0 && p.tokens == 16));
+    CHECK(p.split == chunks / (kGptqParts * kGptqQuad));
+    CHECK((p.chunks == kGptqQuad && p.longer == 0));
+    CHECK(kLinearGptqBlocksPerSm * (linear_gptq_smem_bytes(kH200, p) + 1024) <= kH200.smem_per_sm_bytes);
+  }
+  CHECK_FALSE(gptq_is_wide(kH200, {256, 288, 4, false, true}, 16));
+  const GptqLayout whole{.row_tiles = 256, .chunks = 64, .columns_per_group = 128, .inputs = 4096};
+  GptqLayout ordered = whole, last_chunk = whole, groups_of_64 = whole;
+  ordered.has_order = true;
+  last_chunk.inputs = 4088;
+  groups_of_64.columns_per_group = 64;
+  CHECK(gptq_sizes(whole, 16).in_quads);
+  for (const GptqLayout& other : {ordered, last_chunk, groups_of_64}) CHECK_FALSE(gptq_sizes(other, 16).in_quads);
   // Calls of as many tokens as a launch takes and of more: the last launch has what is left, by the same plan.
   std::vector<std::int64_t> launches;
   REQUIRE(for_each_gptq_launch(kH200, sizes, 35, [&](std::int64_t first, const GptqPlan& p) {

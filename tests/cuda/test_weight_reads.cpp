@@ -182,8 +182,9 @@ TEST_CASE("a step on a GPU reads each weight once for all slots, or once for all
             continue;  // more columns than the kernels of GPTQ weights take
           for (const std::int64_t slots : {1, 3, 8, 16, 64}) {
             const bool on_hopper = arch.has_wgmma();
-            // The wide kernel takes 16 tokens of matrices of up to 12,288 columns.
-            const bool is_wide = on_hopper && m.intermediate_size <= 12288;
+            // The wide kernel takes 16 tokens of matrices of up to 12,288 columns, and of 16,384 in quads of chunks.
+            const bool is_wide = on_hopper && (m.intermediate_size <= 12288 ||
+                                               (m.intermediate_size <= 16384 && m.intermediate_size % 2048 == 0));
             const std::int64_t a_launch = format.bits ? (on_hopper && slots > 16 ? 64 : is_wide ? 16 : 8) : 16;
             const Step step(m, slots, dtype, format);
             for (const bool graph : {false, true})

@@ -277,7 +277,7 @@ def test_parameters_of_inference_mode(root):
 
 def layered(model):
     model.config.use_sliding_window = True
-    model.config.layer_types = ["sliding_attention"]
+    model.config.layer_types = ["sliding_attention"] * model.config.num_hidden_layers
 
 
 def asking_for(**fields):

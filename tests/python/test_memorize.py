@@ -114,29 +114,29 @@ def test_an_interrupted_run_goes_on(
 ) -> None:
     monkeypatch.setattr(_memorize, "_FLUSH", 4)
     expected = cf_ops.memorize(model, rows)
-    begun: list[int] = []
-    begin = _memorize._Work._begin
+    begun: list[tuple[int, int]] = []
+    ids = _memorize._Work._ids
 
-    def interrupted(work: Any, place: int) -> None:
-        begun.append(place)
-        if place == 25:
+    def interrupted(work: Any, begin: int, end: int) -> Any:
+        if begin >= 20:
             raise KeyboardInterrupt
-        begin(work, place)
+        return noted(work, begin, end)
 
-    monkeypatch.setattr(_memorize._Work, "_begin", interrupted)
+    def noted(work: Any, begin: int, end: int) -> Any:
+        begun.append((begin, end))
+        return ids(work, begin, end)
+
+    monkeypatch.setattr(_memorize._Work, "_ids", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cf_ops.memorize(model, rows, slots=5, out=tmp_path / name)
     if name == "out.csv":
         with open(tmp_path / name, "a", encoding="ascii") as file:
             file.write("25,0.")  # a line that was cut
 
-    def noted(work: Any, place: int) -> None:
-        begun.append(place)
-        begin(work, place)
-
-    monkeypatch.setattr(_memorize._Work, "_begin", noted)
+    monkeypatch.setattr(_memorize._Work, "_ids", noted)
     made = cf_ops.memorize(model, rows, slots=5, out=tmp_path / name)
-    assert begun == [*range(26), *range(25, 40)]  # one that ends gives its slot to the next, here all five at once
+    # Ten sequences, and five more wherever five have ended; what was under way is begun again.
+    assert begun == [(0, 10), (10, 15), (15, 20), (15, 25), *((n, n + 5) for n in range(25, 40, 5))]
     assert (made.equal == expected.equal).all() and (made.prefix == expected.prefix).all()
     if name == "out.npy":
         records = np.load(tmp_path / name)

@@ -112,7 +112,7 @@ def test_revisions_of_the_hub(revision: Callable[..., pathlib.Path], monkeypatch
     assert second.error == "someone/a-model: the download failed: no such revision" and second.metrics == {}
 
 
-def test_on_a_gpu_one_revision_at_a_time_has_memory(
+def test_on_a_gpu_weights_are_swapped_and_one_model_at_a_time_has_memory(
     revision: Callable[..., pathlib.Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[Any] = []
@@ -122,6 +122,13 @@ def test_on_a_gpu_one_revision_at_a_time_has_memory(
             self.step = pathlib.Path(path).name
             assert eos_token_ids == [0] and options == {"slots": 4, "capacity": 99, "impl": "graph"}
             events.append(("made", self.step, device))
+
+        def _take(self, weights: Any, path: str, eos_token_ids: Any) -> None:
+            self.step = pathlib.Path(path).name
+            if self.step == "model-step2":
+                raise ValueError("swap: expected the same config")
+            assert eos_token_ids == [0]
+            events.append(("swapped", self.step))
 
         def close(self) -> None:
             events.append(("closed", self.step))
@@ -134,16 +141,17 @@ def test_on_a_gpu_one_revision_at_a_time_has_memory(
         events.append("ran")
         return 1
 
-    cf_ops.sweep([revision(0), revision(1)], {"m": metric}, **options)
-    first, second = (("made", f"model-step{i}", 1) for i in (0, 1))
+    cf_ops.sweep([revision(0), revision(1), revision(2)], {"m": metric}, **options)
     assert events == [
         ("asked for", 1),
-        first,
+        ("made", "model-step0", 1),
         "ran",
-        ("closed", "model-step0"),
-        second,
+        ("swapped", "model-step1"),
         "ran",
-        ("closed", "model-step1"),
+        ("closed", "model-step2"),
+        ("made", "model-step2", 1),
+        "ran",
+        ("closed", "model-step2"),
     ]
 
 

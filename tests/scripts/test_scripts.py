@@ -536,6 +536,27 @@ class BenchGpu(Scripts):
                 self.run_script("bench_gpu", "--limit-s", limit, "out"), "--limit-s: expected 1 to", f"'{limit}'"
             )
 
+    def test_what_is_missing_is_measured_alone(self):
+        self.measure(("--only", "layers", "out"))
+        kept = '{"rows":[{"error":"no such peer"}],"commit":"abc"}'
+        for name, content in (
+            ("stack-pythia-12b", '{"error":"stopped after 60 s"}'),
+            ("stack-pythia-2.8b", '{"rows":[],"commit":"abc","error":"exit 1"}'),
+            ("stack-pythia-6.9b", kept),
+        ):
+            with open(os.path.join(self.root, "out", name + ".json"), "w", encoding="utf-8") as file:
+                file.write(content + "\n")
+        os.remove(os.path.join(self.root, "out", "growth-pythia-2.8b.json"))
+        os.remove(self.log)
+        result, calls = self.measure(("--missing", "--only", "layers", "out"))
+        self.assertEqual(result.returncode, 0, result)
+        words = [call.split() for call in self.measurements(calls)]
+        files = sorted(call[call.index("--json") + 1] for call in words)
+        self.assertEqual(files, [f"out/{name}.json" for name in
+                                 ("growth-pythia-2.8b", "stack-pythia-12b", "stack-pythia-2.8b")])  # fmt: skip
+        with open(os.path.join(self.root, "out/stack-pythia-6.9b.json"), encoding="utf-8") as file:
+            self.assertEqual(file.read(), kept + "\n")
+
     def test_a_page_is_made_of_other_records_without_a_gpu(self):
         for name in ("apps/plot_bench.py", "apps/bench_page.py"):
             self.stub(name)

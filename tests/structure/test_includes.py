@@ -40,10 +40,9 @@ ROOMS = {
     "cuda/comm": ["core/*", "cuda/runtime", "cuda/device"],
     "cuda/ops": ["core/*", "cuda/runtime"],
     # The list of all kernels.
-    "cuda/ops/kernels": [*OP_FAMILY, "cuda/ops/all_reduce", "cuda/ops/attention", "cuda/ops/embedding", "cuda/ops/linear/*", "cuda/ops/norm",
+    "cuda/ops/kernels": [*OP_FAMILY, "cuda/ops/ranks", "cuda/ops/attention", "cuda/ops/embedding", "cuda/ops/linear/*", "cuda/ops/norm",
                          "cuda/ops/rope", "cuda/ops/sample", "cuda/ops/ln_qkv", "cuda/ops/rms_linear"],
     "cuda/ops/no_kernels": [*OP_FAMILY, "cuda/ops/kernels"],
-    "cuda/ops/all_reduce": [*OP_FAMILY, "cuda/comm"],
     "cuda/ops/attention": OP_FAMILY,
     "cuda/ops/embedding": OP_FAMILY,
     # What is done with a product's sums; a room a kernel of linear; and the choice among them.
@@ -56,6 +55,7 @@ ROOMS = {
     "cuda/ops/linear/tiles": [*PRODUCT, "cuda/ops/linear/wgmma"],
     "cuda/ops/linear": [*OP_FAMILY, "cuda/ops/linear/*"],
     "cuda/ops/norm": OP_FAMILY,
+    "cuda/ops/ranks": [*OP_FAMILY, "cuda/comm"],
     "cuda/ops/rope": OP_FAMILY,
     "cuda/ops/sample": OP_FAMILY,
     "cuda/ops/ln_qkv": [*OP_FAMILY, "cuda/ops/linear/*", "cuda/ops/norm"],

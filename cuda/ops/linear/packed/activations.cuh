@@ -18,13 +18,16 @@ struct GptqChunkOrder {
   int rotation, last;
 
   __device__ GptqChunkOrder(const GptqPlan& plan, const GptqSlice& slice)
-      : in_pairs(!C.one_token() && plan.halves_a_group % 4 == 0 &&
-                 (slice.count == C.chunks || (slice.count + 1 == C.chunks && slice.first % 2 == 0))),
-        rotation(in_pairs ? slice.first & 1 : 0),
+      : in_pairs(C.in_quads() || (!C.one_token() && plan.halves_a_group % 4 == 0 &&
+                                  (slice.count == C.chunks || (slice.count + 1 == C.chunks && slice.first % 2 == 0)))),
+        rotation(in_pairs && !C.in_quads() ? slice.first & 1 : 0),
         last(rotation ? 0 : min(slice.count, C.chunks) - 1) {}
 
   /// The slice's chunk that is multiplied i-th.
-  __device__ int operator()(int i) const { return !C.one_token() && i + 1 == C.chunks ? last : i + rotation; }
+  __device__ int operator()(int i) const {
+    if (C.in_quads()) return i;
+    return !C.one_token() && i + 1 == C.chunks ? last : i + rotation;
+  }
   /// Whether the sums are scaled after the i-th chunk.
   __device__ static bool ends_sum(bool pairs, int i) { return !pairs || i % 2 == 1 || i + 1 == C.chunks; }
 };
@@ -217,7 +220,7 @@ class GptqRegisterX {
     // A slice that lacks one chunk at most, all of them whole, loads every vector unconditionally. In the place of a
     // chunk that it lacks it loads another chunk again, which nothing reads.
     const bool is_whole = slice.count + 1 >= C.chunks && (slice.first + slice.count) * kGptqColumns <= m_.in;
-    if (m_.order || !is_whole) [[unlikely]] {
+    if (!C.in_quads() && (m_.order || !is_whole)) [[unlikely]] {
 #pragma unroll 1
       for (int at = 0; at < 2 * octets * C.chunks; ++at) {
         const int c = at / (2 * octets), o = at / 2 % octets, i = at % 2;
@@ -250,7 +253,7 @@ class GptqRegisterX {
   /// Puts every vector at its product column, and adds up the activations.
   __device__ void prepare() {
     __syncwarp();
-    if (order_.in_pairs)
+    if (C.in_quads() || order_.in_pairs)
       prepare_chunks(std::true_type{});
     else
       prepare_chunks(std::false_type{});

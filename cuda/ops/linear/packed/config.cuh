@@ -16,6 +16,8 @@ struct GptqConfig {
   constexpr bool one_token() const { return tokens == GptqTokens::one; }
   /// Octets of tokens: a product has eight columns.
   constexpr int octets() const { return tokens == GptqTokens::sixteen ? 2 : 1; }
+  /// The wide kernel of long parts: every slice is `chunks` chunks.
+  constexpr bool in_quads() const { return octets() == 2 && chunks == kGptqQuad; }
   /// Whether a warp holds its slice of x in registers.
   constexpr bool x_in_registers() const { return !half_chunks; }
   /// How many elements of y a thread prepares before x has arrived: as many as its registers have room for.

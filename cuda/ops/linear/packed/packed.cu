@@ -1,5 +1,6 @@
 #include "cuda/ops/linear/packed/packed.hpp"
 
+#include "cuda/device/compiled_for.hpp"
 #include "cuda/ops/linear/packed/call.cuh"
 
 namespace cf::cuda {
@@ -9,10 +10,13 @@ extern __shared__ __align__(128) char gptq_smem[];
 
 template <class T, GptqTokens Tokens, bool HalfChunks, int Rows, bool Gated, int Chunks>
 __global__ void __launch_bounds__(gptq_threads(kLinearGptqTurns), kLinearGptqBlocksPerSm)
-    linear_gptq_kernel(const __grid_constant__ GptqCall c) {
+    linear_gptq_kernel([[maybe_unused]] const __grid_constant__ GptqCall c) {
   constexpr GptqConfig config = linear_gptq_config(Tokens, HalfChunks, Rows, Chunks);
-  let_successor_start();
-  gptq_block<T, config>(c.matrix, c.plan, c.tokens, LinearEpilogue<T, Rows, Gated>{{c}}, gptq_smem);
+  // Other devices' plans have no launches of the wide kernels.
+  if constexpr (kCompiledFor == 90 || Tokens != GptqTokens::sixteen || HalfChunks) {
+    let_successor_start();
+    gptq_block<T, config>(c.matrix, c.plan, c.tokens, LinearEpilogue<T, Rows, Gated>{{c}}, gptq_smem);
+  }
 }
 
 template <class T, int Rows, bool Gated>
@@ -28,6 +32,8 @@ struct LinearGptqKernels {
 /// The kernel for a plan whose elements may have up to `rows` rows.
 template <class T, bool Gated>
 auto kernel_for(int rows, const GptqPlan& plan, const GptqSizes& sizes) {
+  if (plan.wide && gptq_slice_chunks(plan) == kGptqQuad)
+    return linear_gptq_kernel<T, GptqTokens::sixteen, false, 4, Gated, kGptqQuad>;
   if (plan.wide)
     return rows == 1 ? linear_gptq_kernel<T, GptqTokens::sixteen, false, 1, Gated, kGptqWideChunks>
                      : linear_gptq_kernel<T, GptqTokens::sixteen, false, 4, Gated, kGptqWideChunks>;

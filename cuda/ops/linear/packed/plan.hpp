@@ -14,8 +14,8 @@ namespace cf::cuda {
 
 /// A block divides its columns into this many parts, of up to kGptqMaxChunks chunks of 64 columns. One token's slice of
 /// x takes fewer registers, so that its parts may have kGptqOneTokenChunks; those of 16 tokens take more and have
-/// kGptqWideChunks.
-inline constexpr int kGptqParts = 8, kGptqMaxChunks = 5, kGptqOneTokenChunks = 8, kGptqWideChunks = 3;
+/// kGptqWideChunks or, where all parts of a matrix have so many, kGptqQuad.
+inline constexpr int kGptqParts = 8, kGptqMaxChunks = 5, kGptqOneTokenChunks = 8, kGptqWideChunks = 3, kGptqQuad = 4;
 /// A part has `turns` warps, which take the block's tiles in turn.
 constexpr int gptq_threads(int turns) { return 32 * kGptqParts * turns; }
 /// linear has one warp a part and two blocks an SM.
@@ -51,10 +51,11 @@ inline constexpr int kGptqWideTiles = 8;
 
 /// What a plan depends on: the sizes of a matrix, whose groups have halves_a_group half chunks of 32 columns, and
 /// whether the kernel of one token or the wide one multiplies it. Both take groups of whole chunks, and calls of one
-/// token and of more than kGptqRegisterTokens.
+/// token and of more than kGptqRegisterTokens. A matrix is in quads where the blocks' parts can all be kGptqQuad whole
+/// chunks of inputs in their order, each pair of them in one group.
 struct GptqSizes {
   int tiles, chunks, halves_a_group;
-  bool one_token = false, wide = false;
+  bool one_token = false, in_quads = false, wide = false;
 };
 
 inline GptqSizes gptq_sizes(const GptqLayout& layout, std::int64_t call_tokens) {
@@ -62,7 +63,9 @@ inline GptqSizes gptq_sizes(const GptqLayout& layout, std::int64_t call_tokens) 
   return {.tiles = layout.row_tiles,
           .chunks = layout.chunks,
           .halves_a_group = halves,
-          .one_token = call_tokens == 1 && halves % 2 == 0};
+          .one_token = call_tokens == 1 && halves % 2 == 0,
+          .in_quads = !layout.has_order && layout.inputs % kGptqColumns == 0 &&
+                      layout.chunks % (kGptqParts * kGptqQuad) == 0 && halves % 4 == 0};
 }
 
 /// One token's product has columns for four groups of a slice, and a slice's fifth group must be its last chunk.
@@ -79,7 +82,7 @@ constexpr int gptq_split(int chunks, int most_chunks) {
 /// - where short parts already give every tile a cluster of its own, all resident at once;
 /// - on an RTX 5090, whose blocks have no room for long parts beside ln_qkv's tokens.
 constexpr int gptq_most_chunks(const Arch& arch, const GptqSizes& m) {
-  if (m.wide) return kGptqWideChunks;
+  if (m.wide) return m.in_quads ? kGptqQuad : kGptqWideChunks;
   const bool has_room = arch.smem_per_block_bytes > 128 << 10;
   const bool is_small = m.tiles * gptq_split(m.chunks, kGptqMaxChunks) <= kLinearGptqBlocksPerSm * arch.sm_count;
   return m.one_token && m.halves_a_group > 2 && has_room && !is_small ? kGptqOneTokenChunks : kGptqMaxChunks;
@@ -253,7 +256,8 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
              .tokens = int(std::min<std::int64_t>(tokens, gptq_most_tokens(m))),
              .token_bits = 0};
   if (m.chunks * kGptqColumns > kGptqMaxColumns) return p;
-  p.split = gptq_split(m.chunks, gptq_most_chunks(arch, m));
+  const int most_chunks = gptq_most_chunks(arch, m);
+  p.split = m.wide && m.in_quads ? m.chunks / (kGptqParts * kGptqQuad) : gptq_split(m.chunks, most_chunks);
   const int parts = p.split * kGptqParts;
   p.chunks = m.chunks / parts;
   p.longer = m.chunks % parts;
@@ -370,13 +374,21 @@ using PackedLaunches = TokenLaunches<GptqPlan>;
 
 /// Whether linear's launches are those of the wide kernel, which reads the weights once for 16 tokens. All launches of
 /// a call are, so that a row's bits do not depend on its place. On an H200 the four products of a layer of Pythia-2.8B,
-/// Llama-3.1-8B and Llama-3.2-1B take 25.3, 75.4 and 22.5 us for 16 tokens; by launches of eight tokens they take 36.0,
-/// 81.1 and 32.0 us. On an RTX 5090 nobody has measured it.
+/// Llama-3.1-8B and Llama-3.2-1B take 25.1, 48.6 and 20.8 us for 16 tokens; by launches of eight tokens they take 35.7,
+/// 81.2 and 32.4 us, and without quads 25.3, 75.2 and 22.8 us. On an RTX 5090 nobody has measured it.
 constexpr bool gptq_is_wide(const Arch& arch, const GptqSizes& m, std::int64_t call_tokens) {
-  return call_tokens > kGptqRegisterTokens && m.halves_a_group % 2 == 0 && !arch.tuning->is_invariant() &&
-         arch.smem_per_block_bytes > 128 << 10 && m.chunks <= kGptqMaxSplit * kGptqParts * kGptqWideChunks;
+  return call_tokens > kGptqRegisterTokens && m.halves_a_group % 2 == 0 && arch.has_wgmma() &&
+         !arch.tuning->is_invariant() &&
+         m.chunks <= kGptqMaxSplit * kGptqParts * (m.in_quads ? kGptqQuad : kGptqWideChunks);
 }
 static_assert(kH200Tuning.class_of(kGptqRegisterTokens).last == kGptqRegisterTokens);
+
+/// With a matrix in quads the wide kernel takes calls of up to so many tokens, before Hopper's wgmma. For 32 tokens a
+/// layer's products of Llama-3.1-8B take two launches 98 us on an H200, and wgmma 132.
+inline constexpr std::int64_t kGptqQuadTokens = 2 * kGptqWideTokens;
+constexpr bool gptq_takes_quads(const Arch& arch, const GptqSizes& m, std::int64_t call_tokens) {
+  return m.in_quads && call_tokens <= kGptqQuadTokens && gptq_is_wide(arch, m, call_tokens);
+}
 
 /// Calls f(first, plan) for every launch of linear's own kernels with a packed GPTQ weight, which takes tokens [first,
 /// first + plan.tokens), and stops at the first Status that is not ok. Refuses a weight of too many columns.

@@ -91,7 +91,7 @@ __device__ void multiply_chunks(const char* from, const GptqStage<C>& stage, con
   GptqSums sums[C.octets()] = {};
 #pragma unroll
   for (int i = 0; i < C.chunks; ++i) {
-    if ((!InPairs || i + 1 == C.chunks) && i >= warp.slice.count) break;
+    if (!C.in_quads() && (!InPairs || i + 1 == C.chunks) && i >= warp.slice.count) break;
     const uint4 words = stage.codes(from, InPairs ? order(i) : i);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -112,7 +112,7 @@ template <class T, GptqConfig C>
 __device__ void multiply_tile(const char* from, const GptqStage<C>& stage, const GptqWarp& warp,
                               const GptqChunkOrder<C>& order, bool /*is_first_tile*/, const GptqRegisterX<T, C>& x,
                               float (&sum)[C.octets()][4]) {
-  if (order.in_pairs)
+  if (C.in_quads() || order.in_pairs)
     multiply_chunks<true, T, C>(from, stage, warp, order, x, sum);
   else
     multiply_chunks<false, T, C>(from, stage, warp, order, x, sum);

@@ -1,4 +1,4 @@
-#include "cuda/ops/all_reduce/all_reduce.hpp"
+#include "cuda/ops/ranks/all_reduce.hpp"
 
 #include "cuda/comm/exchange.cuh"
 #include "cuda/ops/prepare.hpp"
@@ -20,15 +20,8 @@ __global__ void __launch_bounds__(256) all_reduce_parts_kernel(const T* x, T* y,
   y[i] = from_float<T>(sum);
 }
 
-/// A kernel that waits for other ranks holds its successors back where these run on the same GPU: blocks that have
-/// started early keep the SMs from the other ranks' kernels.
-__device__ void begin_exchange(const Peers& peers) {
-  if (!peers.share_device) let_successor_start();
-  wait_for_predecessors();
-}
-
 template <class T>
-__global__ void __launch_bounds__(256, 1)
+__global__ void __launch_bounds__(128, 1)
     all_reduce_words_kernel(const uint4* x, uint4* y, long lanes, const __grid_constant__ Peers peers) {
   begin_exchange(peers);
   sum_by_words<T>(PeerExchange(peers), x, y, lanes);
@@ -41,29 +34,18 @@ __global__ void __launch_bounds__(512, 1)
   sum_by_slices<T>(PeerExchange(peers), x, y, lanes);
 }
 
-/// The peers of a list's context. Refuses a context that is no rank's, or has too few ranks or too little memory.
-Result<Peers> peers_of(const ops::AllReduce::Args& a, const AllReducePlan& plan, const LaunchList& launches) {
-  const Peers* const peers = launches.peers();
-  const int ranks = peers ? peers->layout.ranks : 1;
-  if (!peers || ranks != a.ranks)
-    return bad_argument(ops::AllReduce::name, "ranks: expected the " + std::to_string(ranks) + " of the context, got " +
-                                                  std::to_string(a.ranks));
-  const ExchangeLayout& l = peers->layout;
-  const std::int64_t most = (plan.shots == 1 ? l.one_shot_lanes : l.slice_lanes * ranks) * kLaneBytes;
-  if (a.y.bytes() > most)
-    return bad_argument(ops::AllReduce::name, "'y' has " + std::to_string(a.y.bytes()) + " bytes, expected at most " +
-                                                  std::to_string(most) + ", what the ranks can exchange");
-  return *peers;
-}
+std::int64_t most_words(const ExchangeLayout& l) { return l.one_shot_lanes; }
+std::int64_t most_slices(const ExchangeLayout& l) { return l.slice_lanes * l.ranks; }
 
-Status launch_exchange(const ops::AllReduce::Args& a, const AllReducePlan& plan, LaunchList& launches) {
-  CF_TRY_ASSIGN(const Peers peers, peers_of(a, plan, launches));
+Status launch_exchange(const ops::AllReduce::Args& a, const ExchangePlan& plan, LaunchList& launches) {
+  const std::int64_t lanes = a.y.bytes() / kLaneBytes;
+  CF_TRY_ASSIGN(const Peers peers, peers_of(a, lanes, plan.shots == 1 ? most_words : most_slices, launches));
   const auto* const x = static_cast<const uint4*>(a.x.data);
   return with_activation(ops::AllReduce::name, a.y.dtype, [&](auto zero) {
     using T = decltype(zero);
     const auto kernel = plan.shots == 1 ? all_reduce_words_kernel<T> : all_reduce_slices_kernel<T>;
     return launch(ops::AllReduce::name, launches, {.grid = unsigned(plan.blocks), .block = unsigned(plan.threads)},
-                  kernel, x, static_cast<uint4*>(a.y.data), long(a.y.bytes() / kLaneBytes), peers);
+                  kernel, x, static_cast<uint4*>(a.y.data), long(lanes), peers);
   });
 }
 
@@ -71,7 +53,7 @@ Status launch_exchange(const ops::AllReduce::Args& a, const AllReducePlan& plan,
 
 Status prepare(const ops::AllReduce::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
 
-Status launch_all_reduce_parts(const ops::AllReduce::Args& a, const AllReducePlan& plan, LaunchList& launches) {
+Status launch_all_reduce_parts(const ops::AllReduce::Args& a, const ExchangePlan& plan, LaunchList& launches) {
   return with_activation(ops::AllReduce::name, a.y.dtype, [&](auto zero) {
     using T = decltype(zero);
     return launch(ops::AllReduce::name, launches, {.grid = unsigned(plan.blocks), .block = unsigned(plan.threads)},
@@ -80,11 +62,11 @@ Status launch_all_reduce_parts(const ops::AllReduce::Args& a, const AllReducePla
   });
 }
 
-Status launch_all_reduce_words(const ops::AllReduce::Args& a, const AllReducePlan& plan, LaunchList& launches) {
+Status launch_all_reduce_words(const ops::AllReduce::Args& a, const ExchangePlan& plan, LaunchList& launches) {
   return launch_exchange(a, plan, launches);
 }
 
-Status launch_all_reduce_slices(const ops::AllReduce::Args& a, const AllReducePlan& plan, LaunchList& launches) {
+Status launch_all_reduce_slices(const ops::AllReduce::Args& a, const ExchangePlan& plan, LaunchList& launches) {
   return launch_exchange(a, plan, launches);
 }
 
