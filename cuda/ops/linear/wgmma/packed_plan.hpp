@@ -59,6 +59,9 @@ inline std::string columns_text(std::size_t columns_bytes) {
   return columns_bytes ? ", " + std::to_string(columns_bytes) + " B of x in the order of the columns" : "";
 }
 
+/// The blocks of an SM: those of few tokens need few registers, and wait for each step's codes beside each other.
+constexpr int packed_blocks_an_sm(int token_tile) { return token_tile <= kPackedPairTokens ? 2 : 1; }
+
 /// One launch for up to kLinearWgmmaTokens tokens, laid out as that of a dense weight with as many columns.
 struct WgmmaPackedPlan {
   LinearWgmmaPlan product;
@@ -73,9 +76,10 @@ constexpr int packed_stages(int token_tile) {
 constexpr WgmmaPackedPlan wgmma_packed_plan(const Arch& arch, const GptqLayout& layout, std::int64_t tokens,
                                             std::int64_t rows) {
   // Groups that end within a step have no kernel of 32 tokens a tile.
-  const std::int64_t fewest = layout.columns_per_group % kLinearWgmmaColumns ? 33 : 17;
+  const std::int64_t fewest = layout.columns_per_group % kLinearWgmmaColumns ? kPackedPairTokens + 1 : 17;
   return {.product = linear_wgmma_plan(arch, std::max(tokens, fewest), std::int64_t(layout.chunks) * kGptqColumns, rows,
-                                       kPackedWeightBytes),
+                                       kPackedWeightBytes,
+                                       packed_blocks_an_sm(linear_wgmma_token_tile(std::max(tokens, fewest)))),
           .columns_bytes = packed_columns_bytes(layout, tokens)};
 }
 
@@ -128,7 +132,7 @@ constexpr PackedTilesPlan packed_tiles_layout(const Arch& arch, const GptqLayout
 
 /// The tile with the shortest rounds, counted in tokens. What a step takes beside its products counts as
 /// kPackedTilesStepTokens more; among equals the widest tile reads the least.
-inline constexpr int kPackedTilesStepTokens = 16;
+inline constexpr int kPackedTilesStepTokens = 48;
 constexpr PackedTilesPlan packed_tiles_plan(const Arch& arch, const GptqLayout& layout, std::int64_t tokens,
                                             std::int64_t rows) {
   PackedTilesPlan best = packed_tiles_layout(arch, layout, tokens, rows, 128);
