@@ -188,7 +188,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
   };
   /// Puts a part onto its stream.
   Status submit(const MixedPass& pass, std::size_t part);
-  /// Lets a stream's next work wait for what another one has.
+  /// Lets a stream's next work wait for the work that another stream has now.
   Status wait_for(CUstream_st* waits, CUstream_st* goes_first);
   /// What a chunk's launches depend on: the slots and tokens of its runs, and where its logits go.
   struct ChunkKey {
@@ -263,7 +263,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Result<bool> try_reserve(std::span<const Run> runs);
   /// Brings the device's pages up to date.
   Status update_pages(std::span<const PagePool::Copy> copies);
-  /// Forgets the entries that a step was given room for which ran ahead and is not asked for.
+  /// Forgets the entries of a step that ran ahead and is not asked for.
   void drop_pages_ahead(SlotPages& of) const;
 
   // What the pipeline asks for.
