@@ -64,6 +64,7 @@ struct Communicator::State {
   }
   std::vector<Context> contexts;
   std::vector<Peers> peers;  // the contexts refer to them
+  std::vector<std::function<Status()>> meetings;
   std::vector<DeviceMemory> memory;
   std::unique_ptr<std::uint64_t, FreePinned> reports;
 };
@@ -121,12 +122,24 @@ Result<std::unique_ptr<Communicator>> Communicator::create(std::span<const int> 
 double Communicator::bytes(std::int64_t ranks, std::int64_t part_bytes) {
   return double(layout_of(int(ranks), part_bytes).bytes());
 }
+void Communicator::set_meetings(const std::function<Status(int rank)>& meet) {
+  State& s = *state_;
+  s.meetings.clear();
+  for (int rank = 0; rank < ranks(); ++rank) s.meetings.emplace_back([meet, rank] { return meet(rank); });
+  for (std::size_t rank = 0; rank < s.peers.size(); ++rank) s.peers[rank].meet = &s.meetings[rank];
+}
+
 int Communicator::ranks() const { return int(state_->contexts.size()); }
 const Context& Communicator::context(int rank) const { return state_->contexts[std::size_t(rank)]; }
 std::size_t Communicator::device_bytes() const { return state_->memory.front().bytes(); }
 Status Communicator::status() const {
   for (const Peers& p : state_->peers) CF_TRY(report_of(p));
   return {};
+}
+
+Status meet_ranks(const Context& context) {
+  const Peers* const peers = context.peers();
+  return peers && peers->meet ? (*peers->meet)() : Status();
 }
 
 Status check_exchanges(const Context& context) { return context.peers() ? report_of(*context.peers()) : Status(); }

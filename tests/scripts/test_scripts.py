@@ -339,8 +339,13 @@ class SanitizeGpu(Scripts):
         self.assertEqual(failed, ["initcheck test_gpu_ops FAILED: ERROR SUMMARY: 3 errors"])
         self.assertEqual(lines[-1], "11 runs, 1 failed: initcheck test_gpu_ops: ERROR SUMMARY: 3 errors")
 
-    def test_racecheck_leaves_out_rings_that_it_misreads_and_says_whether_it_still_does(self):
+    def test_what_tools_misread_is_left_out_and_a_line_says_whether_they_still_do(self):
         self.program("test_gpu_handovers", "*[[]persistent*|*[[]reruns*|*[[]library*) exit;;")
+        self.sanitizer('case "$*" in *"barriers 16 "*) exit 99;; esac')
+        result = self.run_script("sanitize_gpu", "--tools", "synccheck", "--programs", "handovers")
+        lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+        barriers = "synccheck 64 barriers for 16 reports it, as ever"
+        self.assertEqual(lines, ["synccheck test_gpu_handovers ok", barriers, "1 runs, all ok"])
         for code, says in (("99", "reports it, as ever"), ("0", "reports it no longer"), ("7", "exit 7")):
             self.sanitizer(f'case "$*" in *"[small][lane]") exit {code};; esac')
             result = self.run_script("sanitize_gpu", "--tools", "racecheck", "--programs", "handovers")
