@@ -25,6 +25,7 @@ Status LaunchList::add(std::string_view op, const LaunchShape& shape, const void
   if (peers_) {
     // CUDA loads a kernel at its first use, and may wait for the device then. That may be in an exchange with a rank which
     // this thread keeps from going on.
+    const RelaxedCapture relaxed;
     cudaFuncAttributes loaded;
     CF_TRY(from_cuda(cudaFuncGetAttributes(&loaded, kernel), op));
   }

@@ -260,7 +260,7 @@ __device__ void multiply_products(const WgmmaCall& c, Copy copy, Multiply multip
   __syncthreads();
   let_successor_start();
 
-  const int warp = threadIdx.x / 32, rank = c.splits > 1 ? cluster_rank() : 0;
+  const int warp = same_in_warp(threadIdx.x / 32), rank = c.splits > 1 ? cluster_rank() : 0;
   const int first_row = int(blockIdx.x) / c.splits * kLinearWgmmaTileRows;
   ClusterInbox inbox(&arrived);
   const auto meet = [&] {
