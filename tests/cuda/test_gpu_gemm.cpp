@@ -375,6 +375,32 @@ TEST_CASE("linear of many tokens: packed weights on Hopper's tensor cores, the s
     }
 }
 
+TEST_CASE("linear of many tokens: packed weights in tiles of every width give the same bits", "[gpu][gemm][gptq]") {
+  cuda::Context own = context();
+  if (!own.arch().has_wgmma()) return;
+  for (const GptqSetup& gptq : {GptqSetup{4, 128, 1, false}, GptqSetup{4, 32, 0, false}})
+    for (Epilogue epilogue : {Epilogue::gelu_erf, Epilogue::residual, Epilogue::swiglu}) {
+      std::set<int> widths;
+      for (const std::int64_t tokens : {160, 192, 250, 256}) {
+        DeviceProblem<ops::Linear> p(setup(DType::f16, gptq, 1), linear(tokens, 648, 328, epilogue));
+        const auto expected = p.run(own).bytes();
+        for (const int sm_count : {2, 4, 8, 132}) {  // with fewer SMs wider tiles are faster
+          cuda::Context few = own;
+          cuda::Arch arch = own.arch();
+          arch.sm_count = sm_count;
+          few.set_plan_arch(arch);
+          const Result<cuda::GptqLayout> layout =
+              cuda::gptq_layout("linear", std::get<PackedWeight>(p.args().linear.weight));
+          REQUIRE(layout);
+          widths.insert(cuda::packed_tiles_plan(arch, *layout, tokens, ops::Linear::dims(p.args()).rows()).token_tile);
+          INFO("tokens " << tokens << ", SMs " << sm_count);
+          CHECK(p.run(few).bytes() == expected);
+        }
+      }
+      CHECK(widths == (gptq.group_size == 32 ? std::set<int>{64, 128} : std::set<int>{64, 80, 96, 128}));
+    }
+}
+
 TEST_CASE("linear of many tokens: packed weights of many rows, columns and tokens", "[gpu][gemm][gptq]") {
   const DeviceScratch scratch;
   for (DType dtype : {DType::f16, DType::bf16})

@@ -300,10 +300,11 @@ TEST_CASE("linear: a choice says what it plans, and why the kernels before it le
   CHECK(chosen({kH200, false, true, false}, {.tokens = 300, .packing = Packing{}})
             .starts_with(dense + "wgmma_packed needs wgmma; tiles_packed needs wgmma; cublaslt_packed needs scratch "
                                  "memory; packed: "));
-  CHECK(chosen(h200, {.tokens = 300, .packing = Packing{}}) ==
-        dense +
-            "wgmma_packed takes fewer tokens; tiles_packed: 66 clusters, 2 rounds, 3 token groups, 30 row groups, " +
-            std::to_string(kPackedTilesSmemBytes) + " B of shared memory");
+  const Call many{.tokens = 300, .packing = Packing{}};
+  const Result<GptqLayout> layout = gptq_layout("test", packed_weight(many, many.out));
+  REQUIRE(layout);
+  CHECK(chosen(h200, many) == dense + "wgmma_packed takes fewer tokens; tiles_packed: " +
+                                  to_string(packed_tiles_plan(kH200, *layout, many.tokens, many.out)));
   const Place without{kH200, false, true, true};
   for (const Packing& ordered : {Packing{.has_order = true}, Packing{.bits = 8}}) {
     CHECK(chosen(without, {.tokens = 40, .packing = ordered})
