@@ -20,6 +20,15 @@ struct FreePinned {
   void operator()(std::uint64_t* p) const { (void)cudaFreeHost(p); }
 };
 
+/// Gives the thread back the device that it had.
+struct KeepDevice {
+  KeepDevice() { (void)cudaGetDevice(&device); }
+  KeepDevice(const KeepDevice&) = delete;
+  KeepDevice& operator=(const KeepDevice&) = delete;
+  ~KeepDevice() { (void)cudaSetDevice(device); }
+  int device = 0;
+};
+
 /// Lets a device reach another one's memory, for as long as the process lives.
 Status enable_access(int device, int peer) {
   int can = 0;
@@ -57,6 +66,7 @@ Status report_of(const Peers& peers) {
 
 struct Communicator::State {
   ~State() {
+    const KeepDevice keep;
     for (const Context& c : contexts) {
       (void)cudaSetDevice(c.device());
       (void)cudaDeviceSynchronize();
@@ -79,8 +89,7 @@ Result<std::unique_ptr<Communicator>> Communicator::create(std::span<const int> 
                   "expected 2 to " + std::to_string(kMostRanks) + " GPUs, got " + std::to_string(ranks));
   if (o.part_bytes < 1)
     return refuse(Code::invalid_argument, "part_bytes must be at least 1, got " + std::to_string(o.part_bytes));
-  int before = 0;
-  CF_TRY(from_cuda(cudaGetDevice(&before), "cudaGetDevice"));
+  const KeepDevice keep;
   auto state = std::make_unique<State>();
   State& s = *state;
   const ExchangeLayout layout = layout_of(ranks, o.part_bytes);
@@ -121,7 +130,6 @@ Result<std::unique_ptr<Communicator>> Communicator::create(std::span<const int> 
     s.peers.push_back(peers);
   }
   for (std::size_t rank = 0; rank < s.contexts.size(); ++rank) s.contexts[rank].set_peers(&s.peers[rank]);
-  CF_TRY(from_cuda(cudaSetDevice(before), "cudaSetDevice"));
   return std::unique_ptr<Communicator>(new Communicator(std::move(state)));
 }
 
