@@ -214,9 +214,18 @@ class Bench final : public DeviceBench {
 
   /// Puts a step of all ranks onto their streams. `input` takes the place of what the first layer reads.
   Status step(Impl impl, std::optional<cuda::LayerRange> layers = {}, const ConstAnyView<2>& input = {}) {
-    CF_TRY(others_.each([&](std::int64_t, const auto&, auto& session) {
-      return session->step(impl, layers, input ? session->tensors(resident().first).hidden : input);
-    }));
+    const auto input_of = [&](const cuda::Session& session) {
+      return input ? ConstAnyView<2>(session.tensors(resident().first).hidden) : input;
+    };
+    // All ranks are prepared before one of them waits for the others.
+    if (ranks() > 1) {
+      CF_TRY(session_->prepare(impl, layers, input));
+      CF_TRY(others_.each([&](std::int64_t, const auto&, auto& session) {
+        return session->prepare(impl, layers, input_of(*session));
+      }));
+    }
+    CF_TRY(others_.each(
+        [&](std::int64_t, const auto&, auto& session) { return session->step(impl, layers, input_of(*session)); }));
     return session_->step(impl, layers, input);
   }
   Status synchronize() {

@@ -478,10 +478,13 @@ def timed(peer, hf, load, captured, runs, warmup):
 
     run = PEERS[peer](hf, load, captured)
     streams = []
-    for _ in range(warmup + runs):
-        if hf.device.type == "cuda":
-            torch.cuda.synchronize()
-        streams.append(run())
-        if len(streams[-1].ids) != load.new_tokens:
-            raise RuntimeError(f"expected {load.new_tokens} new tokens, got {len(streams[-1].ids)}")
+    try:
+        for _ in range(warmup + runs):
+            if hf.device.type == "cuda":
+                torch.cuda.synchronize()
+            streams.append(run())
+            if len(streams[-1].ids) != load.new_tokens:
+                raise RuntimeError(f"expected {load.new_tokens} new tokens, got {len(streams[-1].ids)}")
+    finally:
+        getattr(run, "end", lambda: None)()
     return figures([stream.times_ms for stream in streams[warmup:]], load), streams[-1].of_slot(0)

@@ -29,8 +29,8 @@ struct LogitBias {
 ///   min_new_tokens      -infinity for the sequence's stop ids, until the output has so many ids
 ///   processor           whatever it makes of the logits, given the ids of the prompt and of the output; where it fails,
 ///                       the sequence fails with its Status
-/// Temperature and cut-offs come after these. The choice is made on the host, by core/host_sampler.hpp: where the logits
-/// become what they were, it is the runner's.
+/// Temperature and cut-offs come after these. The choice is made on the host, by core/host_sampler.hpp; where nothing
+/// changes the logits, the runner makes it.
 struct LogitsChanges {
   using Processor = std::function<Status(std::span<float> logits, std::span<const std::int32_t> ids)>;
 

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -22,8 +23,8 @@ class Communicator {
     double patience_s = 10;       // how long a kernel waits for another rank
   };
   /// The ranks run on these GPUs, rank 0 first. Gives each GPU access to the others' memory, and takes memory on each.
-  /// Refuses fewer than two ranks or more than eight, and GPUs that cannot reach each other's memory
-  /// (Code::unimplemented), by name. Code::out_of_memory says how much was needed and how much is free.
+  /// Refuses fewer than two ranks or more than eight, and GPUs of different kinds or that cannot reach each other's
+  /// memory (Code::unimplemented), by name. Code::out_of_memory says how much was needed and how much is free.
   static Result<std::unique_ptr<Communicator>> create(std::span<const int> devices, const Options& options);
   /// The bytes that create() takes on each GPU.
   static double bytes(std::int64_t ranks, std::int64_t part_bytes);
@@ -33,6 +34,8 @@ class Communicator {
   int ranks() const;
   /// A rank's GPU. What is launched with this context may exchange with the other ranks. Its stream is the default one.
   const Context& context(int rank) const;
+  /// Says how a rank's thread waits for the others' (meet_ranks()): not before all of them use their contexts.
+  void set_meetings(const std::function<Status(int rank)>& meet);
   std::size_t device_bytes() const;  // on each GPU
   /// Code::device_error where a rank's kernels have given an exchange up: the message says which rank has waited for
   /// which. It stays: the ranks cannot exchange any more.
@@ -46,5 +49,8 @@ class Communicator {
 
 /// The status of the communicator that a context's rank belongs to; ok for a context that is no rank's.
 Status check_exchanges(const Context& context);
+/// Waits until the threads of all ranks have called this as often as the context's rank; nothing where the context is no
+/// rank's, or one thread drives all ranks. Fails where another rank's call has ended before.
+Status meet_ranks(const Context& context);
 
 }  // namespace cf::cuda

@@ -2,8 +2,10 @@
 // What a rank's kernels know of the other ranks: where each rank's exchange memory lies. Without CUDA.
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 #include "core/host_device.hpp"
+#include "core/status.hpp"
 
 namespace cf::cuda {
 
@@ -52,6 +54,8 @@ struct Peers {
   std::byte* memory[kMostRanks]{};  // each rank's exchange memory, at this rank's addresses
   std::uint64_t* report = nullptr;  // in the host's memory: the exchange that was given up, or 0
   std::uint64_t patience_ns = 0;    // how long a kernel waits for another rank
+  /// The host's: waits until all ranks' threads have called it as often. Null where one thread drives all ranks.
+  const std::function<Status()>* meet = nullptr;
 };
 
 }  // namespace cf::cuda

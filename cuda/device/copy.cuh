@@ -29,6 +29,10 @@ __device__ inline void copy_bulk(void* to, const void* from, int bytes, std::uin
   copy_bulk(shared_address(to), from, bytes, shared_address(barrier));
 }
 
+/// Orders this thread's plain accesses to shared memory before the bulk copies that others start once they have heard
+/// of it: the copies may overwrite what it has stored.
+__device__ inline void let_copies_overwrite() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 /// Bulk prefetch: asks the copy engine to bring `bytes` bytes from device memory into the L2. Nothing tells when they
 /// are there. The size and the address are multiples of 16.
 __device__ inline void prefetch_bulk(const void* from, int bytes) {

@@ -129,6 +129,7 @@ __device__ void take_registers() {
 #define CF_SUMS_16(i) CF_SUMS_8(i), CF_SUMS_8(i + 8)
 #define CF_SUMS_32(i) CF_SUMS_16(i), CF_SUMS_16(i + 16)
 #define CF_SUMS_40(i) CF_SUMS_32(i), CF_SUMS_8(i + 32)
+#define CF_SUMS_48(i) CF_SUMS_32(i), CF_SUMS_16(i + 32)
 #define CF_SUMS_64(i) CF_SUMS_32(i), CF_SUMS_32(i + 32)
 #define CF_SUMS_80(i) CF_SUMS_64(i), CF_SUMS_16(i + 64)
 
@@ -190,6 +191,8 @@ CF_WGMMA(128, 64, "64", "65", "66")
 CF_WGMMA(160, 80, "80", "81", "82")
 CF_WGMMA_ROWS(32, 16, "16", "17", "18", "19", "20", "21")
 CF_WGMMA_ROWS(64, 32, "32", "33", "34", "35", "36", "37")
+CF_WGMMA_ROWS(80, 40, "40", "41", "42", "43", "44", "45")
+CF_WGMMA_ROWS(96, 48, "48", "49", "50", "51", "52", "53")
 CF_WGMMA_ROWS(128, 64, "64", "65", "66", "67", "68", "69")
 CF_WGMMA_ACROSS(64, 32, "32", "33", "34", "35", "36")
 CF_WGMMA_ACROSS(80, 40, "40", "41", "42", "43", "44")
@@ -214,6 +217,7 @@ CF_WGMMA_ACROSS(128, 64, "64", "65", "66", "67", "68")
 #undef CF_SUMS_16
 #undef CF_SUMS_32
 #undef CF_SUMS_40
+#undef CF_SUMS_48
 #undef CF_SUMS_64
 #undef CF_SUMS_80
 

@@ -33,8 +33,8 @@ class Session {
 
   /// Prepares a step, and puts one onto the context's stream: through all layers, or a range of them. `input` takes the
   /// place of what the range's first layer reads.
-  Status prepare(Impl impl, std::optional<LayerRange> layers = {}) {
-    return executor(impl).prepare(weights, cache, workspace, step_of(layers));
+  Status prepare(Impl impl, std::optional<LayerRange> layers = {}, const ConstAnyView<2>& input = {}) {
+    return executor(impl).prepare(weights, cache, workspace, step_of(layers, input));
   }
   Status step(Impl impl, std::optional<LayerRange> layers = {}, const ConstAnyView<2>& input = {}) {
     return executor(impl).step(weights, cache, workspace, step_of(layers, input));

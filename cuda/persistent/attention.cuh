@@ -117,6 +117,30 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
   return true;
 }
 
+/// In heads of a multiple of so many elements all keys begin in the same bank.
+inline constexpr int kTurnedElements = 64;
+/// Exchanges the chunks of a tile's rows in shared memory: chunk c of row i goes to the place of chunk c ^ i % 8. All
+/// lanes call.
+template <class T>
+__device__ void turn_chunks(int lane, const T* rows, int count, int head_dim) {
+  constexpr int at_once = 2;  // of a lane: a batch has whole rows, and registers hold no more
+  uint4* const chunks = reinterpret_cast<uint4*>(const_cast<T*>(rows));
+  const int of_row = head_dim / kVec, end = count * of_row;
+#pragma unroll 1
+  for (int first = lane; first - lane < end; first += 32 * at_once) {
+    uint4 batch[at_once];
+#pragma unroll
+    for (int u = 0; u < at_once; ++u)
+      if (const int i = first + 32 * u; i < end) batch[u] = chunks[i];
+    __syncwarp();
+#pragma unroll
+    for (int u = 0; u < at_once; ++u)
+      if (const int i = first + 32 * u; i < end)
+        chunks[i ^ (head_dim == kTurnedElements ? i / 8 : i / 16) % 8] = batch[u];
+  }
+  __syncwarp();
+}
+
 /// A warp's softmax-weighted sums in progress. Scores and sums are made of 16 x 16 blocks of keys and elements:
 /// `Blocks` blocks hold the largest head_dim of the instantiation, and what lies beyond head_dim is left out. Below
 /// g = lane / 4 and t = lane % 4.
@@ -131,6 +155,10 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
 /// are the one query. Even columns of the second product are then the rounded weights, odd columns the remainders. With
 /// Grouped row g and column g are query g of the GQA tile. Rows and columns beyond the GQA tile's queries repeat its
 /// last query. A third product adds the remainders.
+///
+/// With head_dim 64 or 128 the same chunk, eight elements, of all keys lies in the same banks of shared memory: one load
+/// of it for eight keys takes eight times as long. With Grouped the warp therefore exchanges the chunks of each key and
+/// value first: chunk c of row i goes to the place of chunk c ^ i % 8.
 template <class T, int Blocks, bool Grouped>
 struct AttentionTile {
   static constexpr int kKeys = kTileKeys;
@@ -144,15 +172,26 @@ struct AttentionTile {
 
   /// Adds 1 to 16 keys and their values. All lie in shared memory, as does the query of row g.
   __device__ void add(int lane, const T* query, const T* k, const T* v, int keys, int head_dim, float scale) {
-    const int t = lane % 4;
-    // Lanes beyond the last key load the last key.
-    const T* const key = k + min(lane / 16 * 8 + lane % 8, keys - 1) * head_dim + lane / 8 % 2 * 8;
+    const int t = lane % 4, odd = lane / 8 % 2;
+    const int row = min(lane / 16 * 8 + lane % 8, keys - 1);  // lanes beyond the last key load the last key
+    int turn = 0;                                             // of the lane's row
+    if constexpr (Grouped)
+      if (head_dim % kTurnedElements == 0) {
+        turn = row % 8;
+        if (keys > 1) turn_chunks(lane, k, keys, head_dim), turn_chunks(lane, v, keys, head_dim);
+      }
+    // Chunk 2i or 2i + 1 of the lane's row, whichever it loads.
+    const auto chunk_at = [&](const T* first, int i, bool none, bool half) {
+      const std::uint32_t begin = shared_address(first + row * head_dim + (Grouped ? 0 : odd * kVec));
+      if constexpr (Grouped) return begin + 2 * kVec * unsigned((none ? 0 : 2 * i) ^ (half ? turn : odd ^ turn));
+      return begin + 2 * (none ? 0 : half && odd ? i * 16 - kVec : i * 16);
+    };
     const std::uint32_t* const pairs = reinterpret_cast<const std::uint32_t*>(query) + t;
     float score[2][4] = {};
 #pragma unroll(Blocks > 8 ? 4 : Blocks)  // registers hold no more
     for (int i = 0; i < Blocks; ++i) {
       const bool none = i * 16 >= head_dim, half = i * 16 + 8 >= head_dim;
-      uint4 m = load_matrices(shared_address(key) + 2 * (none ? 0 : half && lane / 8 % 2 ? i * 16 - 8 : i * 16));
+      uint4 m = load_matrices(chunk_at(k, i, none, half));
       if (none) m.x = m.z = 0;
       if (half) m.y = m.w = 0;
       const std::uint32_t q_low = none ? 0 : pairs[i * 8], q_high = half ? 0 : pairs[i * 8 + 4];
@@ -194,17 +233,15 @@ struct AttentionTile {
     }
     const auto there = [&](int first) { return (first < keys ? 0xffffu : 0) | (first + 1 < keys ? 0xffff0000u : 0); };
     const std::uint32_t low = there(2 * t), high = there(2 * t + 8);
-    const T* const value = v + min(lane / 16 * 8 + lane % 8, keys - 1) * head_dim + lane / 8 % 2 * 8;
 #pragma unroll
     for (int i = 0; i < Blocks; ++i) {
       const bool none = i * 16 >= head_dim, half = i * 16 + 8 >= head_dim;
-      const uint4 m = load_matrices_transposed(shared_address(value) + 2 * (none                   ? 0
-                                                                            : half && lane / 8 % 2 ? i * 16 - 8
-                                                                                                   : i * 16));
+      const uint4 m = load_matrices_transposed(chunk_at(v, i, none, half));
       const std::uint32_t a[4] = {m.x & low, m.y & low, m.z & high, m.w & high};
       mma(sum[i], a[0], a[1], a[2], a[3], weight[0], weight[1], T{});
       if constexpr (Grouped) mma(sum[i], a[0], a[1], a[2], a[3], remainder[0], remainder[1], T{});
     }
+    if constexpr (Grouped) let_copies_overwrite();
   }
 
   /// Stores the warp's sums and their states, of `heads` queries, in shared memory.

@@ -22,6 +22,13 @@ Status LaunchList::add(std::string_view op, const LaunchShape& shape, const void
                                                  std::to_string(argument_count));
   CF_TRY(allow_shared_memory(op, kernel, shape.smem_bytes));
   CF_TRY(allow_cluster(op, kernel, shape.cluster_blocks));
+  if (peers_) {
+    // CUDA loads a kernel at its first use, and may wait for the device then. That may be in an exchange with a rank which
+    // this thread keeps from going on.
+    const RelaxedCapture relaxed;
+    cudaFuncAttributes loaded;
+    CF_TRY(from_cuda(cudaFuncGetAttributes(&loaded, kernel), op));
+  }
   launches_.push_back({.op = op,
                        .label = label_ ? label_ : op.data(),
                        .kernel = kernel,

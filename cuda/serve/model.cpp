@@ -251,6 +251,7 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   }
   CF_TRY(prepared);
   CF_TRY(s.prepare_steps());
+  CF_TRY(s.prepare_prompts());
   s.pipeline.set_launches({.launches = s.whole.has_value(), .most_stop_ids = PersistentKernel::most_stop_ids()});
   s.taken = {.weights = double(s.weights.device_bytes()),
              .cache = double(s.cache.device_bytes()),

@@ -71,7 +71,7 @@ Status Model::State::put_mixed(const ModelTensors& t, std::int64_t running) {
   // Prepares a part if it is not known, and puts it onto its stream, so that the device need not wait for the others.
   const auto put_part = [&](bool depends_on_runs, bool is_beside, const auto& fill) -> Status {
     const bool is_known = part < pass.parts.size();
-    if (!is_known || (depends_on_runs && !has_same_runs)) {
+    if (!is_known || depends_on_runs) {
       LaunchList launches(context, workspace.scratch());
       launches.trust_addresses();  // the model's own, which its steps have checked
       CF_TRY(fill(launches));

@@ -69,12 +69,16 @@ Status Model::State::put(const ModelTensors& t, ChunkKey key) {
     GraphExec& known = found->second;
     if (!known) {
       CF_TRY_ASSIGN(known, chunk_graph(t));
+      CF_TRY(meet());
     }
     return from_cuda(cudaGraphLaunch(known.get(), stream.get()), "cudaGraphLaunch");
   }
   CF_TRY(put(t));
   constexpr std::size_t most_chunks = 64;
-  if (chunks.size() == most_chunks) chunks.clear();
+  if (chunks.size() == most_chunks) {
+    chunks.clear();
+    CF_TRY(meet());
+  }
   chunks[std::move(key)] = {};
   return {};
 }
@@ -129,6 +133,7 @@ Result<AnyView<2>> Model::State::rows_for_caller(std::int64_t rows) {
     forward_memory = {};
     CF_TRY_ASSIGN(forward_memory, DeviceMemory::create(context, std::size_t(to.bytes()),
                                                        "logits of " + std::to_string(rows) + " tokens"));
+    CF_TRY(meet());
   }
   to.data = forward_memory.data() ? forward_memory.data() : memory.data();
   return to;

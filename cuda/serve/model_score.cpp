@@ -87,6 +87,7 @@ Status Model::State::ScoreCall::begin() {
     CF_TRY_ASSIGN(s_.score_memory,
                   DeviceMemory::create(s_.context, bytes, "scores of " + std::to_string(rows()) + " ids"));
     CF_TRY(from_cuda(cudaMemsetAsync(s_.score_memory.data(), 0, bytes, stream), "cudaMemset"));
+    CF_TRY(s_.meet());
   }
   lay_out(s_.score_memory.data());
   for (const auto& [to, from] : {std::pair(device_asked_, &asked_), std::pair(device_end_, &next_end_)})

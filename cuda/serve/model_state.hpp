@@ -6,6 +6,7 @@
 //   model_mixed.cpp    the launches of a pass that has running tokens
 //   model_score.cpp    log-probabilities of given ids
 //   model_steps.cpp    steps of all slots
+//   model_ranks.cpp    what a rank that shares a model does before the others may wait for it
 //   model_pages.cpp    the pages of slots, where they share a pool
 //   model_choices.cpp  the next ids, and why there is none
 //   model_taps.cpp     what sites make, on its way to the host
@@ -133,6 +134,10 @@ struct Model::State final : PipelineDevice, OwnTensors {
   /// Prepares the layers' steps: those of the persistent impl with what lies outside the layers.
   Status prepare_layers();
   Status prepare_steps();
+  /// Of a rank: loads the kernels of prompts and chooses their products' algorithms, before there is an exchange.
+  Status prepare_prompts();
+  /// Of a rank: waits until all ranks have come so far. It comes between memory that changes hands and the next launch.
+  Status meet();
   /// Calls add(site, args) for the sites that belong to no layer: the embedding, the final LayerNorm and the LM head.
   template <class Add>
   Status for_each_outer_site(LogitsBuffer to, std::int64_t slots, Add&& add) const;
@@ -188,7 +193,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
   };
   /// Puts a part onto its stream.
   Status submit(const MixedPass& pass, std::size_t part);
-  /// Lets a stream's next work wait for what another one has.
+  /// Lets a stream's next work wait for the work that another stream has now.
   Status wait_for(CUstream_st* waits, CUstream_st* goes_first);
   /// What a chunk's launches depend on: the slots and tokens of its runs, and where its logits go.
   struct ChunkKey {
@@ -263,7 +268,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Result<bool> try_reserve(std::span<const Run> runs);
   /// Brings the device's pages up to date.
   Status update_pages(std::span<const PagePool::Copy> copies);
-  /// Forgets the entries that a step was given room for which ran ahead and is not asked for.
+  /// Forgets the entries of a step that ran ahead and is not asked for.
   void drop_pages_ahead(SlotPages& of) const;
 
   // What the pipeline asks for.

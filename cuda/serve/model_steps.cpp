@@ -88,6 +88,7 @@ Result<cudaGraphExec_t> Model::State::step_graph(Start start, LogitsBuffer to, s
                          : impl == Impl::persistent ? whole_step(to, start)
                                                     : executor_step(to, start));
     CF_TRY(from_cuda(cudaGraphUpload(graph.get(), stream.get()), "cudaGraphUpload"));
+    CF_TRY(meet());
   }
   return graph.get();
 }

@@ -39,7 +39,7 @@ class PipelineDevice {
   using Draw = ModelRunner::Draw;
 
   virtual ~PipelineDevice() = default;
-  /// Makes these the tokens of the next step, and those of no other slot.
+  /// Makes these tokens those of the next step, in which all other slots are idle.
   virtual Status place(std::span<const Token> tokens) = 0;
   /// Makes room for a step of these tokens, which is not asked for yet. False where it must wait until it is: another
   /// slot needs that room, or would have a token in the step, too.
@@ -205,7 +205,7 @@ class Pipeline {
   void adopt(std::int64_t slot, std::int64_t n);
   /// Forgets a slot's entries from n on, where it has more.
   void cut(std::int64_t slot, std::int64_t n);
-  /// Gives up what runs ahead: it has not waited for what comes next, or uses memory that is needed.
+  /// Gives up the work that runs ahead: it did not wait for other work that comes first, or its memory is needed.
   void give_up();
 
  private:

@@ -119,6 +119,46 @@ class Decisions {
   bool ended_ = false;
 };
 
+/// Where the threads of a call wait for each other.
+class Meetings {
+ public:
+  explicit Meetings(std::size_t ranks) : calls_(ranks, 0), ended_(ranks, false) {}
+  void begin() {
+    const std::lock_guard lock(mutex_);
+    std::ranges::fill(calls_, 0);
+    std::fill(ended_.begin(), ended_.end(), false);
+  }
+  /// A rank's call has returned: it meets no one any more.
+  void end(std::size_t rank) {
+    const std::lock_guard lock(mutex_);
+    ended_[rank] = true;
+    changed_.notify_all();
+  }
+  /// Waits until all have called this as often as this rank.
+  Status meet(std::size_t rank) {
+    std::unique_lock lock(mutex_);
+    const std::size_t number = ++calls_[rank];
+    changed_.notify_all();
+    const auto has_come = [&](std::size_t r) { return calls_[r] >= number; };
+    changed_.wait(lock, [&] {
+      for (std::size_t r = 0; r < calls_.size(); ++r)
+        if (!has_come(r) && !ended_[r]) return false;
+      return true;
+    });
+    for (std::size_t r = 0; r < calls_.size(); ++r)
+      if (!has_come(r))
+        return Status::error(Code::device_error,
+                             std::string(kName) + ": rank " + std::to_string(r) + " has ended its call");
+    return {};
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::size_t> calls_;  // by rank
+  std::vector<bool> ended_;
+};
+
 /// The most bytes of a rank's part that a step sums, a hidden state of each of its tokens; or, of all ranks together, that
 /// it gathers, the logits of its slots.
 std::int64_t part_bytes(const ModelSpec& m, const ModelWeights& w, const Model::Options& o) {
@@ -138,6 +178,7 @@ struct RankedModel::State {
       : spec(m),
         devices(d.begin(), d.end()),
         models(d.size()),
+        meetings(d.size()),
         decided(d.size(), 0),
         rows(d.size()),
         threads(devices) {}
@@ -153,9 +194,11 @@ struct RankedModel::State {
     std::vector<Status> answers(models.size());
     decisions.begin();
     std::fill(decided.begin(), decided.end(), 0);
+    meetings.begin();
     threads.each([&](int rank) {
       answers[std::size_t(rank)] = ask(*models[std::size_t(rank)], std::size_t(rank));
       if (rank == 0) decisions.end();
+      meetings.end(std::size_t(rank));
     });
     const auto failed = std::ranges::find_if(answers, [](const Status& s) { return !s; });
     const bool differ = std::ranges::any_of(answers, [&](const Status& s) { return bool(s) != bool(answers[0]); });
@@ -178,6 +221,7 @@ struct RankedModel::State {
   bool is_watched = false;
   Check check;
   Decisions decisions;
+  Meetings meetings;
   std::vector<std::size_t> decided;          // by rank: the decisions that it has seen in this call
   std::vector<std::vector<std::byte>> rows;  // by rank: logits that go to no caller
   RankThreads threads;                       // ends first
@@ -196,11 +240,13 @@ Result<std::unique_ptr<RankedModel>> RankedModel::create(std::span<const int> de
   auto state = std::make_unique<State>(devices, spec);
   State& s = *state;
   s.communicator = std::move(communicator);
+  s.communicator->set_meetings([&s](int rank) { return s.meetings.meet(std::size_t(rank)); });
   std::vector<Status> made(devices.size());
   s.threads.each([&](int rank) {
     Result<std::unique_ptr<Model>> model = Model::create(s.communicator->context(rank), name, spec, weights, options);
     made[std::size_t(rank)] = model.status();
     if (model) s.models[std::size_t(rank)] = std::move(*model);
+    s.meetings.end(std::size_t(rank));
   });
   for (std::size_t rank = 0; rank < made.size(); ++rank) {
     if (made[rank]) continue;

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "cuda/ops/attention/attention.hpp"
+#include "cuda/ops/linear/packed/plan.hpp"
+#include "cuda/ops/linear/wgmma/plan.hpp"
 #include "cuda/runtime/arch.hpp"
 
 namespace cf::cuda {
@@ -54,7 +56,8 @@ inline std::vector<TokenRange> step_classes(const Arch& arch, std::span<const in
   for (const StepClass& c : t.step_classes) lasts.insert(c.last);
   if (arch.has_wgmma()) lasts.insert(t.wgmma_tokens);
   if (!bits.empty()) lasts.insert({1, t.packed_tokens});  // one token has a kernel of its own
-  if (!bits.empty() && arch.has_wgmma()) lasts.insert({t.packed_wgmma_first - 1, t.packed_wgmma_tokens});
+  if (!bits.empty() && arch.has_wgmma())
+    lasts.insert({t.packed_wgmma_first - 1, kGptqQuadTokens, kPackedPairTokens, t.packed_wgmma_tokens});
   return ranges_to(lasts);
 }
 

@@ -674,6 +674,16 @@ TEST_CASE("cf-layer --plan: each node's kernel on a GPU that need not be there, 
   CHECK(packed.find("kv_len 64 on rtx5090\n") != std::string::npos);
   CHECK(packed.find("mlp.dense_4h_to_h: linear_sum, ") != std::string::npos);
   check_refusal("--preset pythia-14m --layer 0 --kv-len 8 --gpu h100", "--gpu: expected with --plan");
+  const std::string shared = cf_layer_ok("--preset llama-3.1-8b --layer 0 --kv-len 64 --plan --gpus 2").out;
+  for (const char* part :
+       {"on one of 2 h200\n", "attention.all_reduce: all_reduce_words", "mlp.all_reduce: all_reduce_words",
+        "not all_reduce_parts: takes the parts of all ranks, got this rank's"}) {
+    INFO(shared << part);
+    CHECK(shared.find(part) != std::string::npos);
+  }
+  CHECK(cf_layer("--preset llama-3.1-8b --layer 0 --kv-len 64 --plan --gpus 3").err ==
+        "cf-layer: model: 3 ranks must divide num_heads, got 32\n");
+  check_refusal("--preset pythia-14m --layer 0 --kv-len 8 --gpus 2", "--gpus: expected with --backend cuda or --plan");
 }
 
 TEST_CASE("help and version are no errors") {

@@ -369,6 +369,7 @@ TEST_CASE("cf-model takes a backend, and of each the options that are its own", 
   for (const char* option : {"--backend", "--device"})
     CHECK(cf_model_ok(prompt + option + " cpu").out == cf_model_ok(prompt).out);
   check_refusal(prompt + "--impl graph", "--impl: expected with --backend cuda");
+  check_refusal(prompt + "--gpus 2", "--gpus: expected with --backend cuda");
   check_refusal(prompt + "--backend gpu", "--backend: expected cpu or cuda, got 'gpu'");
   check_refusal(prompt + "--backend cuda --impl fast",
                 "--impl: expected auto, unfused, graph, split, layer or persistent, got 'fast'");

@@ -279,7 +279,7 @@ TEST_CASE("attention on the GPU: grouped query heads give the bits of repeated k
       }
 }
 
-TEST_CASE("attention on the GPU: older keys come before the newest is appended", "[gpu][attention][small]") {
+TEST_CASE("attention on the GPU: older keys come before the newest is appended", "[gpu][attention][small][reruns]") {
   cuda::Context c = context();
   for (DType activation : {DType::f16, DType::bf16, DType::f32})
     for (auto [heads, kv_heads, head_dim] :

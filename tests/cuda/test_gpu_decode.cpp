@@ -376,7 +376,8 @@ TEST_CASE("decode attention in pages: a kv_len without room, and pages outside t
     }
 }
 
-TEST_CASE("decode attention in pages: older keys come before the newest is appended", "[gpu][attention][small]") {
+TEST_CASE("decode attention in pages: older keys come before the newest is appended",
+          "[gpu][attention][small][reruns]") {
   cuda::Context c = context();
   for (DType activation : {DType::f16, DType::f32})
     for (auto [heads, kv_heads, head_dim] : {std::array<std::int64_t, 3>{2, 2, 80}, {4, 1, 64}, {2, 1, 256}})
@@ -405,7 +406,7 @@ TEST_CASE("decode attention in pages: older keys come before the newest is appen
 }
 
 TEST_CASE("decode attention of streams: older keys come before the newest takes the oldest one's place",
-          "[gpu][attention][stream][small]") {
+          "[gpu][attention][stream][small][reruns]") {
   cuda::Context c = context();
   const KeyWindow window{.keys = 60, .sinks = 4};
   for (DType activation : {DType::f16, DType::f32})

@@ -198,14 +198,26 @@ TEST_CASE("linear of many tokens: every epilogue, number of tokens and size, wit
         }
 }
 
-TEST_CASE("linear of many tokens: small products for compute-sanitizer", "[gpu][gemm][small]") {
+namespace {
+
+void check_small_products(const GptqSetup& gptq) {
   const DeviceScratch scratch;
   for (Epilogue epilogue : {Epilogue::gelu_erf, Epilogue::residual, Epilogue::swiglu})
-    for (const GptqSetup& gptq : {GptqSetup{}, GptqSetup{4, 32, 0, false}, GptqSetup{8, 32, 1, true}})
-      for (std::int64_t out : {40, 64}) {
-        const Setup s = setup(DType::bf16, gptq);
-        CHECK(check_on_device<ops::Linear>(s, linear(kMany, 72, out, epilogue), scratch.get()));
-      }
+    for (std::int64_t out : {40, 64})
+      CHECK(check_on_device<ops::Linear>(setup(DType::bf16, gptq), linear(kMany, 72, out, epilogue), scratch.get()));
+}
+
+}  // namespace
+
+TEST_CASE("linear of many tokens: small products for compute-sanitizer", "[gpu][gemm][small]") {
+  check_small_products({});
+}
+
+// On Hopper's tensor cores: warps give stages of codes back by one lane.
+TEST_CASE("linear of many tokens: small products of packed weights for compute-sanitizer",
+          "[gpu][gemm][gptq][small][lane]") {
+  check_small_products({4, 32, 0, false});
+  check_small_products({8, 32, 1, true});
 }
 
 TEST_CASE("linear of many tokens: hostile inputs", "[gpu][gemm]") {
@@ -360,6 +372,32 @@ TEST_CASE("linear of many tokens: packed weights on Hopper's tensor cores, the s
       DeviceProblem<ops::Linear> p(setup(DType::bf16, gptq), linear(tokens, 2560, 512, Epilogue::gelu_tanh));
       CHECK(takes_packed(tokens, 2560, 512, DType::bf16) == c.arch().has_wgmma());
       CHECK(same_bits_a_thousand_times(p, c, scratch.get()) == 0);
+    }
+}
+
+TEST_CASE("linear of many tokens: packed weights in tiles of every width give the same bits", "[gpu][gemm][gptq]") {
+  cuda::Context own = context();
+  if (!own.arch().has_wgmma()) return;
+  for (const GptqSetup& gptq : {GptqSetup{4, 128, 1, false}, GptqSetup{4, 32, 0, false}})
+    for (Epilogue epilogue : {Epilogue::gelu_erf, Epilogue::residual, Epilogue::swiglu}) {
+      std::set<int> widths;
+      for (const std::int64_t tokens : {160, 192, 250, 256}) {
+        DeviceProblem<ops::Linear> p(setup(DType::f16, gptq, 1), linear(tokens, 648, 328, epilogue));
+        const auto expected = p.run(own).bytes();
+        for (const int sm_count : {2, 4, 8, 132}) {  // with fewer SMs wider tiles are faster
+          cuda::Context few = own;
+          cuda::Arch arch = own.arch();
+          arch.sm_count = sm_count;
+          few.set_plan_arch(arch);
+          const Result<cuda::GptqLayout> layout =
+              cuda::gptq_layout("linear", std::get<PackedWeight>(p.args().linear.weight));
+          REQUIRE(layout);
+          widths.insert(cuda::packed_tiles_plan(arch, *layout, tokens, ops::Linear::dims(p.args()).rows()).token_tile);
+          INFO("tokens " << tokens << ", SMs " << sm_count);
+          CHECK(p.run(few).bytes() == expected);
+        }
+      }
+      CHECK(widths == (gptq.group_size == 32 ? std::set<int>{64, 128} : std::set<int>{64, 80, 96, 128}));
     }
 }
 

@@ -330,12 +330,18 @@ TEST_CASE("GPTQ weights on the GPU: small products for compute-sanitizer", "[gpu
          {std::array<std::int64_t, 3>{2568, 16, 128}, {2568, 144, 128}, {2560, 80, 128}, {64, 80, 32}, {64, 80, 64}}) {
       check_linear({4, group, 1, false}, {tokens, in, out, false}, c);
     }
-  check_linear({4, 32, 1, false}, {17, 136, 72, false}, c);  // on Hopper's tensor cores
-  check_linear({4, 128, 1, false}, {40, 1032, 136, false}, c);
+  check_linear({4, 128, 1, false}, {16, 4096, 80, false}, c);  // parts of four chunks
   for (std::int64_t tokens : {1, 2}) {
     check_ln_qkv<ops::LnQkv>(tokens, c);
     check_ln_qkv<ops::LnQkvHeads>(tokens, c);
   }
+}
+
+// On Hopper's tensor cores: warps give stages of codes back by one lane.
+TEST_CASE("GPTQ weights on the GPU: small products of more tokens for compute-sanitizer", "[gpu][gptq][small][lane]") {
+  cuda::Context c = of_one_sm();
+  check_linear({4, 32, 1, false}, {17, 136, 72, false}, c);
+  check_linear({4, 128, 1, false}, {40, 1032, 136, false}, c);
 }
 
 TEST_CASE("linear on the GPU: what it cannot do with GPTQ weights it says", "[gpu][gptq][bad]") {

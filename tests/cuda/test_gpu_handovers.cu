@@ -3,6 +3,9 @@
 // is an order: the lanes' loads come before __syncwarp(), that before the lane's arrival, and the arrival before the
 // end of the producer's wait. racecheck follows __syncwarp() and it follows an mbarrier, but not one behind the other:
 // it reports the loads of the lanes that do not arrive themselves. Cases with such a ring have the tag [lane].
+//
+// And synccheck: it follows so many barriers a block, by default a number that it makes up itself. Where a block has
+// more it warns of an overflow and the launch fails. --num-cuda-barriers says how many there are; sanitize_gpu does so.
 #include <cuda_runtime.h>
 
 #include "cuda/device/barrier.cuh"
@@ -75,6 +78,19 @@ __global__ void ring_kernel(const unsigned* tiles, int steps, unsigned long long
   if (found) atomicAdd(wrong, found);
 }
 
+/// Threads use barriers of their own; `wrong` counts phases that are over before the thread has arrived.
+__global__ void barriers_kernel(int count, unsigned long long* wrong) {
+  extern __shared__ std::uint64_t barriers[];
+  for (int i = int(threadIdx.x); i < count; i += int(blockDim.x)) {
+    init_barrier(barriers + i, 1);
+    for (int parity = 0; parity < 2; ++parity) {
+      if (test_barrier(shared_address(barriers + i), unsigned(parity))) atomicAdd(wrong, 1ull);
+      arrive(barriers + i);
+      wait_barrier(barriers + i, parity);
+    }
+  }
+}
+
 void require_cuda(cudaError_t e) {
   INFO(cudaGetErrorString(e));
   REQUIRE(e == cudaSuccess);
@@ -108,10 +124,19 @@ TEST_CASE("the same ring given back by every lane: racecheck reports nothing", "
   CHECK(wrong_values<Release::by_all_lanes>(2, 6) == 0);
 }
 
-TEST_CASE(
-    "rings given back by one lane and by every lane hand 33 million right values over, one that is given back "
-    "too early wrong ones",
-    "[gpu][handovers]") {
+TEST_CASE("64 barriers in a block: synccheck overflows where it expects 16", "[gpu][handovers][small][barriers]") {
+  unsigned long long *wrong = nullptr, found = 0;
+  require_cuda(cudaMalloc(&wrong, sizeof *wrong));
+  require_cuda(cudaMemset(wrong, 0, sizeof *wrong));
+  barriers_kernel<<<4, 32, 64 * sizeof(std::uint64_t)>>>(64, wrong);
+  require_cuda(cudaGetLastError());
+  require_cuda(cudaMemcpy(&found, wrong, sizeof found, cudaMemcpyDeviceToHost));
+  require_cuda(cudaFree(wrong));
+  CHECK(found == 0);
+}
+
+TEST_CASE("rings hand 33 million right values over by one lane and by all; given back too early, wrong ones",
+          "[gpu][handovers]") {
   CHECK(wrong_values<Release::by_one_lane>(132, 1000) == 0);
   CHECK(wrong_values<Release::by_all_lanes>(132, 1000) == 0);
   CHECK(wrong_values<Release::too_early>(132, 1000) > 1'000'000);

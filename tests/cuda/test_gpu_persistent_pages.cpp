@@ -102,6 +102,11 @@ TEST_CASE("persistent: caches in pages give the bits of contiguous ones", "[gpu]
       }
 }
 
+TEST_CASE("persistent: a cache in pages - small", "[gpu][persistent][pages][small]") {
+  for (Kind kind : {Kind::parallel, Kind::gated})
+    check_pages(Plans::own, {small_model(DType::f16, 1, kind), Linears::dense, 2, 64}, {65});
+}
+
 TEST_CASE("persistent: so they do whichever way keys are split, shared and brought", "[gpu][persistent][pages]") {
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
   const std::int64_t page_entries = GENERATE(64, 192);
@@ -268,8 +273,9 @@ TEST_CASE("persistent: pages of other sizes, and layers with different tables, a
     for (cuda::PersistentLayer& l : layers) l.cache.k.shape[2] = l.cache.v.shape[2] = entries;
     CHECK(refused(layers, Code::unimplemented, "pages of a multiple of 64 entries up to 1024") == "");
   }
+  const PagedLayers others(c, on, host, 64, {64});
   std::vector<cuda::PersistentLayer> layers = paged.layers;
-  layers[1].page_table.data += 4;
+  layers[1].page_table = others.layers[1].page_table;
   CHECK(refused(layers, Code::invalid_argument, "layer 1: expected the page table of the layers before") == "");
   layers[1].page_table = {};
   CHECK(refused(layers, Code::invalid_argument, "layer 1: expected the page table of the layers before") == "");

@@ -98,7 +98,9 @@ std::string expected(const Place& p, const Call& c) {
   }
   const bool is_odd = c.packing->in_rope_order && (c.epilogue == Epilogue::residual || c.epilogue == Epilogue::swiglu);
   const bool in_order = c.packing->bits == 4 && !c.packing->has_order;
-  if (half && hopper && aligned && c.tokens >= 17 && !is_odd && (in_order || p.scratch))
+  const bool in_quads = in_order && !c.packing->in_rope_order && c.in % 2048 == 0 && p.arch.compute_capability == 90;
+  if (half && hopper && aligned && c.tokens >= 17 && !(in_quads && c.tokens <= 32) && !is_odd &&
+      (in_order || p.scratch))
     return c.tokens <= 128 ? "wgmma_packed" : "tiles_packed";
   const bool fits = c.packing->fits_f16 || c.activation != DType::f16;
   return library && c.tokens > 64 && fits ? "cublaslt_packed" : "packed";
@@ -241,7 +243,7 @@ TEST_CASE("step classes: as programs print them", "[plans][classes]") {
   const auto text = [](const Arch& arch, const std::vector<int>& bits) { return to_string(step_classes(arch, bits)); };
   CHECK(text(kH100, {}) == "1 to 8, 9 to 128, 129 or more");
   CHECK(text(kRtx5090, {}) == "1 to 8, 9 to 128, 129 or more");
-  CHECK(text(kH200, {4}) == "1, 2 to 8, 9 to 16, 17 to 64, 65 to 128, 129 or more");
+  CHECK(text(kH200, {4}) == "1, 2 to 8, 9 to 16, 17 to 32, 33 to 64, 65 to 128, 129 or more");
   CHECK(text(kH200, {8}) == text(kH200, {4}));
   CHECK(text(invariant_arch(kH200), {4, 8}) == "1 or more");
   const auto attention = [](const Arch& arch, std::int64_t head_dim, std::int64_t group) {
@@ -298,10 +300,11 @@ TEST_CASE("linear: a choice says what it plans, and why the kernels before it le
   CHECK(chosen({kH200, false, true, false}, {.tokens = 300, .packing = Packing{}})
             .starts_with(dense + "wgmma_packed needs wgmma; tiles_packed needs wgmma; cublaslt_packed needs scratch "
                                  "memory; packed: "));
-  CHECK(chosen(h200, {.tokens = 300, .packing = Packing{}}) ==
-        dense +
-            "wgmma_packed takes fewer tokens; tiles_packed: 66 clusters, 2 rounds, 3 token groups, 30 row groups, " +
-            std::to_string(kPackedTilesSmemBytes) + " B of shared memory");
+  const Call many{.tokens = 300, .packing = Packing{}};
+  const Result<GptqLayout> layout = gptq_layout("test", packed_weight(many, many.out));
+  REQUIRE(layout);
+  CHECK(chosen(h200, many) == dense + "wgmma_packed takes fewer tokens; tiles_packed: " +
+                                  to_string(packed_tiles_plan(kH200, *layout, many.tokens, many.out)));
   const Place without{kH200, false, true, true};
   for (const Packing& ordered : {Packing{.has_order = true}, Packing{.bits = 8}}) {
     CHECK(chosen(without, {.tokens = 40, .packing = ordered})

@@ -339,8 +339,13 @@ class SanitizeGpu(Scripts):
         self.assertEqual(failed, ["initcheck test_gpu_ops FAILED: ERROR SUMMARY: 3 errors"])
         self.assertEqual(lines[-1], "11 runs, 1 failed: initcheck test_gpu_ops: ERROR SUMMARY: 3 errors")
 
-    def test_racecheck_leaves_out_rings_that_it_misreads_and_says_whether_it_still_does(self):
+    def test_what_tools_misread_is_left_out_and_a_line_says_whether_they_still_do(self):
         self.program("test_gpu_handovers", "*[[]persistent*|*[[]reruns*|*[[]library*) exit;;")
+        self.sanitizer('case "$*" in *"barriers 16 "*) exit 99;; esac')
+        result = self.run_script("sanitize_gpu", "--tools", "synccheck", "--programs", "handovers")
+        lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+        barriers = "synccheck 64 barriers for 16 reports it, as ever"
+        self.assertEqual(lines, ["synccheck test_gpu_handovers ok", barriers, "1 runs, all ok"])
         for code, says in (("99", "reports it, as ever"), ("0", "reports it no longer"), ("7", "exit 7")):
             self.sanitizer(f'case "$*" in *"[small][lane]") exit {code};; esac')
             result = self.run_script("sanitize_gpu", "--tools", "racecheck", "--programs", "handovers")
@@ -535,6 +540,27 @@ class BenchGpu(Scripts):
             self.refused(
                 self.run_script("bench_gpu", "--limit-s", limit, "out"), "--limit-s: expected 1 to", f"'{limit}'"
             )
+
+    def test_what_is_missing_is_measured_alone(self):
+        self.measure(("--only", "layers", "out"))
+        kept = '{"rows":[{"error":"no such peer"}],"commit":"abc"}'
+        for name, content in (
+            ("stack-pythia-12b", '{"error":"stopped after 60 s"}'),
+            ("stack-pythia-2.8b", '{"rows":[],"commit":"abc","error":"exit 1"}'),
+            ("stack-pythia-6.9b", kept),
+        ):
+            with open(os.path.join(self.root, "out", name + ".json"), "w", encoding="utf-8") as file:
+                file.write(content + "\n")
+        os.remove(os.path.join(self.root, "out", "growth-pythia-2.8b.json"))
+        os.remove(self.log)
+        result, calls = self.measure(("--missing", "--only", "layers", "out"))
+        self.assertEqual(result.returncode, 0, result)
+        words = [call.split() for call in self.measurements(calls)]
+        files = sorted(call[call.index("--json") + 1] for call in words)
+        self.assertEqual(files, [f"out/{name}.json" for name in
+                                 ("growth-pythia-2.8b", "stack-pythia-12b", "stack-pythia-2.8b")])  # fmt: skip
+        with open(os.path.join(self.root, "out/stack-pythia-6.9b.json"), encoding="utf-8") as file:
+            self.assertEqual(file.read(), kept + "\n")
 
     def test_a_page_is_made_of_other_records_without_a_gpu(self):
         for name in ("apps/plot_bench.py", "apps/bench_page.py"):

@@ -19,10 +19,9 @@ struct RingBarriers {
 /// warp w holds rows 16w + g and 16w + g + 8, as wgmma() has them. Each start_ function issues its products as one
 /// wgmma group. Until the caller has waited for the group and called the matching end_ function, nothing may touch the
 /// group's registers. Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
-/// Weights are rounded to T. The weights of the first tile of keys have a second part, the rest of the rounding: rows that
-/// see few keys have the largest results, and the roundings of few weights do not average out. In float64 but for
-/// roundings to 16 bits, the divergence of stdlib-4m from float64 is 2.55e-6 in float16 whether no tile has a second part
-/// or each has; in bfloat16 it is 2.03e-4 and 2.01e-4. That of Hugging Face's own 16 bits is 3.5e-6 and 2.2e-4.
+/// Weights are rounded to T. Those of the first tile of keys have a second part, the rest of the rounding: rows that
+/// see few keys have the largest results, and the roundings of few weights do not average out. Source: TRIALS.md,
+/// weights-in-parts.
 template <class T, int HeadDim>
 struct WarpgroupRows {
   static constexpr int kKeySteps = kWgmmaKeys / 16;

@@ -43,6 +43,16 @@ Result<PackedMatrix> packed_of(const ops::Linear::Args& a) {
   return PackedMatrix{packed, layout};
 }
 
+/// What packed's plan depends on.
+GptqSizes packed_sizes(const Target& target, const ops::Linear::Args& a, const GptqLayout& layout) {
+  GptqSizes sizes = gptq_sizes(layout, a.x.shape[0]);
+  // The kernel of one token has another order of sums than those of several.
+  if (target.arch.tuning->is_invariant()) sizes.one_token = false;
+  // The kernel of quads finishes four rows at once.
+  sizes.in_quads = sizes.in_quads && gptq_is_plain(a, layout, {}, 4);
+  return sizes;
+}
+
 /// What Hopper's tensor cores do not take of a packed weight beside its sizes.
 Status check_packed_on_wgmma(const Target& target, const ops::Linear::Args& a, const GptqLayout& layout) {
   if (layout.pairs != RopePairs{} && (a.residual || a.epilogue == ops::Epilogue::swiglu))
@@ -119,6 +129,7 @@ Result<WgmmaPackedPlan> plan_wgmma_packed(const Target& target, const ops::Linea
   CF_TRY_ASSIGN(const PackedMatrix m, packed_of(a));
   const auto d = ops::Linear::dims(a);
   CF_TRY(leave(target.has_wgmma ? why_no_wgmma_packed(target.arch, d.tokens, d.in, d.rows(), a.x.dtype) : kNoWgmma));
+  if (gptq_takes_quads(target.arch, packed_sizes(target, a, m.layout), d.tokens)) return leave("takes more tokens");
   CF_TRY(check_packed_on_wgmma(target, a, m.layout));
   return wgmma_packed_plan(target.arch, m.layout, d.tokens, d.rows());
 }
@@ -143,11 +154,7 @@ Result<PackedLaunches> plan_packed(const Target& target, const ops::Linear::Args
                          "linear: cuda takes rows that are packed in order with Epilogue::swiglu, got RoPE's order");
   CF_TRY(with_gptq_activation(ops::Linear::name, a.x.dtype, [](auto) { return Status(); }));
   const std::int64_t tokens = ops::Linear::dims(a).tokens;
-  GptqSizes sizes = gptq_sizes(m.layout, tokens);
-  // The kernel of one token has another order of sums than those of several.
-  if (target.arch.tuning->is_invariant()) sizes.one_token = false;
-  // The kernel of quads finishes four rows at once.
-  sizes.in_quads = sizes.in_quads && gptq_is_plain(a, m.layout, {}, 4);
+  const GptqSizes sizes = packed_sizes(target, a, m.layout);
   PackedLaunches all;
   CF_TRY(for_each_gptq_launch(target.arch, sizes, tokens, [&](std::int64_t first, const GptqPlan& plan) {
     all.launches.push_back({first, plan.tokens, plan});

@@ -383,6 +383,13 @@ constexpr bool gptq_is_wide(const Arch& arch, const GptqSizes& m, std::int64_t c
 }
 static_assert(kH200Tuning.class_of(kGptqRegisterTokens).last == kGptqRegisterTokens);
 
+/// With a matrix in quads the wide kernel takes calls of up to so many tokens, before Hopper's wgmma. For 32 tokens a
+/// layer's products of Llama-3.1-8B take two launches 98 us on an H200, and wgmma 132.
+inline constexpr std::int64_t kGptqQuadTokens = 2 * kGptqWideTokens;
+constexpr bool gptq_takes_quads(const Arch& arch, const GptqSizes& m, std::int64_t call_tokens) {
+  return m.in_quads && call_tokens <= kGptqQuadTokens && gptq_is_wide(arch, m, call_tokens);
+}
+
 /// Calls f(first, plan) for every launch of linear's own kernels with a packed GPTQ weight, which takes tokens [first,
 /// first + plan.tokens), and stops at the first Status that is not ok. Refuses a weight of too many columns.
 template <class F>

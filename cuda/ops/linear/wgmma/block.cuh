@@ -5,6 +5,7 @@
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/sync.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/ops/linear/output.cuh"
 #include "cuda/ops/linear/wgmma/ring.cuh"
 #include "cuda/runtime/tensor_map.hpp"
@@ -35,7 +36,7 @@ inline WgmmaCall wgmma_call(const ops::Linear::Args& a, const LinearWgmmaPlan& p
 
 // Other devices' code has no use for what follows.
 #ifdef CF_HAVE_WGMMA
-/// The steps of a tile that block `rank` of its cluster takes, of `steps` in `splits`; none where there are fewer splits.
+/// The steps of a tile that block `rank` of its cluster takes, of `steps` in `splits`; none if there are fewer splits.
 struct Steps {
   int first, count;
   __device__ Steps(int steps, int splits, int rank) : first(steps * rank / splits) {
@@ -44,51 +45,52 @@ struct Steps {
   __device__ Steps(const WgmmaCall& c, int rank) : Steps(c.steps, c.splits, rank) {}
 };
 
-/// Fills the ring with the `count` steps of a block; all lanes of a warp call. copy_weight(i, lane, to, full) copies a
-/// lane's part of the weights of step i, and copy_x(i, to, full), of one lane, its x. The ring's first weights need no
-/// predecessor and come before all x.
+/// Fills the ring with the `count` steps of a block; all lanes of a warp call, and one of them copies: a stage that is
+/// empty is asked for again after as few instructions as can be. copy_weight(i, to, full) copies the weights of step i,
+/// copy_x(i, to, full) its x. The ring's first weights need no predecessor and come before all x.
 template <class Ring, class CopyWeight, class CopyX>
 __device__ void fill_ring(const Ring& ring, int count, CopyWeight copy_weight, CopyX copy_x) {
-  const int lane = threadIdx.x % 32;
-  const auto copy_a = [&](int i, int stage) {
-    if (lane == 0) arrive_expecting(ring.full + stage, ring.stage_bytes);
-    __syncwarp();
-    copy_weight(i, lane, ring.a(stage), ring.full + stage);
-  };
-  const auto copy_b = [&](int i, int stage) {
-    if (lane == 0) copy_x(i, ring.b(stage), ring.full + stage);
-  };
-  const int ahead = min(count, ring.stages);
+  if (elected()) {
+    const auto copy_a = [&](int i, int stage) {
+      arrive_expecting(ring.full + stage, ring.stage_bytes);
+      copy_weight(i, ring.a(stage), ring.full + stage);
+    };
+    const int ahead = min(count, ring.stages);
 #pragma unroll 1
-  for (int i = 0; i < ahead; ++i) copy_a(i, i);
-  wait_for_predecessors();
+    for (int i = 0; i < ahead; ++i) copy_a(i, i);
+    wait_for_predecessors();
 #pragma unroll 1
-  for (int i = 0; i < ahead; ++i) copy_b(i, i);
-  RingSlot slot;
+    for (int i = 0; i < ahead; ++i) copy_x(i, ring.b(i), ring.full + i);
+    RingSlot slot;
 #pragma unroll 1
-  for (int i = ahead; i < count; ++i, slot.next(ring.stages)) {
-    wait_barrier(ring.empty + slot.stage, slot.parity);
-    copy_a(i, slot.stage);
-    copy_b(i, slot.stage);
+    for (int i = ahead; i < count; ++i, slot.next(ring.stages)) {
+      wait_barrier(ring.empty + slot.stage, slot.parity);
+      copy_a(i, slot.stage);
+      copy_x(i, ring.b(slot.stage), ring.full + slot.stage);
+    }
   }
+  __syncwarp();
 }
 
-/// The same of the steps of one product. copy_weight(lane, step, to, full) copies a lane's part of the step's weights.
+/// The same of the steps of one product. copy_weight(0, step, to, full) copies the step's weights.
 template <class Ring, class CopyWeight>
 __device__ void copy_steps(const Ring& ring, const Steps& steps, const CUtensorMap& x, CopyWeight copy_weight) {
   fill_ring(
       ring, steps.count,
-      [&](int i, int lane, unsigned char* to, std::uint64_t* full) { copy_weight(lane, steps.first + i, to, full); },
+      [&](int i, unsigned char* to, std::uint64_t* full) { copy_weight(0, steps.first + i, to, full); },
       [&](int i, unsigned char* to, std::uint64_t* full) {
         copy_tensor_tile(to, &x, (steps.first + i) * kLinearWgmmaColumns, 0, 0, full);
       });
 }
 
-/// A warpgroup's sums of 64 rows of a dense weight for Tokens tokens, over `count` steps of the ring from `slot` on.
+/// A warpgroup's sums of 64 rows of a dense weight for Tokens tokens, over `count` steps of the ring from `slot` on. Up
+/// to 64 tokens it waits for a step's products at once: they are short beside the step's copies, and the stage that they
+/// release is asked for again before the next one has come.
 template <class T, int Tokens>
 __device__ void multiply_steps(const WgmmaRing<Tokens>& ring, int count, RingSlot& slot, float (&sum)[Tokens / 2]) {
+  constexpr bool at_once = Tokens <= 64;
   const int group = threadIdx.x / 128;
-  int last_stage = 0;
+  [[maybe_unused]] int last_stage = 0;
   keep_in_registers(sum);
 #pragma unroll 1
   for (int i = 0; i < count; ++i, slot.next(ring.stages)) {
@@ -100,18 +102,24 @@ __device__ void multiply_steps(const WgmmaRing<Tokens>& ring, int count, RingSlo
     for (int k = 0; k < kLinearWgmmaColumns / 16; ++k)
       wgmma(sum, a + k * kWgmmaStep, b + k * kWgmmaStep, i + k > 0, T{});
     wgmma_commit();
-    wgmma_wait<1>();
-    if (i > 0 && threadIdx.x % 32 == 0) arrive(ring.empty + last_stage);
-    last_stage = slot.stage;
+    if constexpr (at_once) {
+      wgmma_wait<0>();
+      if (threadIdx.x % 32 == 0) arrive(ring.empty + slot.stage);
+    } else {
+      wgmma_wait<1>();
+      if (i > 0 && threadIdx.x % 32 == 0) arrive(ring.empty + last_stage);
+      last_stage = slot.stage;
+    }
   }
   wgmma_wait<0>();
   keep_in_registers(sum);
-  if (count > 0 && threadIdx.x % 32 == 0) arrive(ring.empty + last_stage);
+  if (!at_once && count > 0 && threadIdx.x % 32 == 0) arrive(ring.empty + last_stage);
 }
 
-/// The sums of the rows that a block finishes, in the ring's memory: a part (Tokens, 16 rows) for each warp that
-/// has such rows, each product and each block of the cluster. Loops read the parts. Code that finishes the sums in the
-/// registers has no loops: it is thousands of instructions that run once, and their fetch takes longer than the product.
+/// The sums of the rows that a block finishes, in the ring's memory: a part (Tokens, 16 rows) for each warp that has
+/// such rows, each product and each block of the cluster. Loops read the parts. Code that finishes the sums in the
+/// registers has no loops: it is thousands of instructions that run once, and their fetch takes longer than the
+/// product.
 template <int Tokens, int Products>
 struct Parts {
   // The sums of eight tokens and eight rows, in the order that wgmma() leaves them in a warp, lie in 32 different
@@ -252,11 +260,11 @@ __device__ void multiply_products(const WgmmaCall& c, Copy copy, Multiply multip
   __syncthreads();
   let_successor_start();
 
-  const int warp = threadIdx.x / 32, rank = c.splits > 1 ? cluster_rank() : 0;
+  const int warp = same_in_warp(threadIdx.x / 32), rank = c.splits > 1 ? cluster_rank() : 0;
   const int first_row = int(blockIdx.x) / c.splits * kLinearWgmmaTileRows;
   ClusterInbox inbox(&arrived);
   const auto meet = [&] {
-    __syncthreads();  // no warp reads the ring any more
+    named_barrier(2, Threads);  // no warp reads the ring any more; __syncthreads() may not lie in two branches
     if (c.splits > 1) {
       inbox.open();
       inbox.connect();

@@ -28,6 +28,13 @@ struct CodeBase<bf16> {
   static constexpr float value = 128;
 };
 
+/// word & mask | bits, in one instruction. The compiler makes two of it, since both constants would be immediates.
+__device__ inline std::uint32_t and_or(std::uint32_t word, std::uint32_t mask, std::uint32_t bits) {
+  std::uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(word), "r"(mask), "r"(bits));
+  return d;
+}
+
 /// Of a row's word of scales: the scale, and CodeBase with the zero added, twice.
 __device__ inline float scale_of(std::uint32_t word) { return unpack(word, f16{}).x; }
 template <class T>
@@ -65,75 +72,86 @@ __device__ inline uint2 stage_scales(const unsigned char* scales, int group) {
   return *reinterpret_cast<const uint2*>(scales + warp * kTileRowBytes + ((4 * group + g / 2) ^ warp) * 16 + g % 2 * 8);
 }
 
-/// Operand a of 32 * Halves columns, from half chunk `half` on, of a warp's tile of a stage's codes.
+/// A lane's part of the codes of 32 * Halves columns of its warp's tile.
 ///
-/// A lane (g = lane / 4, t = lane % 4) wants of each 16 columns 2t, 2t + 1, 8 + 2t and 9 + 2t in rows g and g + 8. A
+/// Of each 16 columns a lane (g = lane / 4, t = lane % 4) wants 2t, 2t + 1, 8 + 2t and 9 + 2t in rows g and g + 8. A
 /// chunk's bytes 16 (4g + i) .. hold columns 8i .. 8i + 7 of these rows, and 32 + 8i .. (pack/format.hpp). So the four
-/// lanes of a row load the same bytes, and each takes its own pair of every word. In the order in which the copy engine
-/// puts the units of 16 bytes down, those of eight rows lie in 32 different banks.
-template <class T, int Halves>
-__device__ void make_operand(const unsigned char* codes, int half, const std::uint32_t (&zero)[2],
-                             std::uint32_t (&a)[2 * Halves][4]) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, shift = gptq_shift(2 * (lane % 4));
-  const unsigned char* const row =
-      codes + warp * kGptqTileBytes + g / 2 * kTileRowBytes + (g ^ warp) % 2 * 64 + half * 8;
+/// lanes of a row load the same bytes, and each takes its own pair of every word.
+template <int Halves>
+struct LaneCodes {
   std::uint32_t words[4][2 * Halves];
+
+  /// Loads from half chunk `half` on. In the order in which the copy engine puts a stage's units of 16 bytes down, those
+  /// of eight rows lie in 32 different banks.
+  __device__ void load(const unsigned char* codes, int half) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+    const unsigned char* const row =
+        codes + warp * kGptqTileBytes + g / 2 * kTileRowBytes + (g ^ warp) % 2 * 64 + half * 8;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const unsigned char* const from = row + (i ^ g / 2) * 16;
-    if constexpr (Halves == 2)
-      *reinterpret_cast<uint4*>(words[i]) = *reinterpret_cast<const uint4*>(from);
-    else
-      *reinterpret_cast<uint2*>(words[i]) = *reinterpret_cast<const uint2*>(from);
+    for (int i = 0; i < 4; ++i) {
+      const unsigned char* const from = row + (i ^ g / 2) * 16;
+      if constexpr (Halves == 2)
+        *reinterpret_cast<uint4*>(words[i]) = *reinterpret_cast<const uint4*>(from);
+      else
+        *reinterpret_cast<uint2*>(words[i]) = *reinterpret_cast<const uint2*>(from);
+    }
   }
-#pragma unroll
-  for (int k = 0; k < 2 * Halves; ++k)
+
+  /// Makes operand a of the k-th 16 columns.
+  template <class T>
+  __device__ void make_operand(int k, const std::uint32_t (&zero)[2], std::uint32_t (&a)[4]) const {
+    const int shift = gptq_shift(2 * (threadIdx.x % 4));
+    std::uint32_t made[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const std::uint32_t word = words[k % 2 * 2 + e / 2][k / 2 * 2 + e % 2];
-      a[k][e] = difference((word >> shift & 0x000f000f) | CodeBase<T>::bits, zero[e % 2], T{});
+      made[e] = difference(and_or(word >> shift, 0x000f000f, CodeBase<T>::bits), zero[e % 2], T{});
     }
-}
+    copy_registers(a, made);
+  }
+};
 
 /// sum += a warpgroup's products of 64 rows and Tokens tokens, over `count` steps of 64 columns from step `first` on.
 /// The steps come in the ring from `slot` on; release(stage) says that the warp is done with a stage. Groups have
-/// `halves_a_group` times 32 columns: a multiple of Halves, which are multiplied at once.
+/// `halves_a_group` times 32 columns: a multiple of Halves, which are a unit. The ring has Stages stages.
 ///
-/// While products run, the operand of the next ones is made. It lies in other registers: those of a product belong to
-/// the tensor cores until the product is done.
-template <class T, int Tokens, int Halves, class Release>
+/// While the products of a unit run, the operands of the next one are made, and the codes of the next but one loaded. A
+/// product whose operand a is in registers holds up its warp until the product before it is done. So half of the
+/// operands are made between two halves of the products.
+template <class T, int Tokens, int Halves, int Stages, class Release>
 __device__ void multiply_codes(const PackedRing<Tokens>& ring, RingSlot& slot, int first, int count, int halves_a_group,
                                Release release, float (&sum)[Tokens / 2]) {
   constexpr int kUnits = 2 / Halves, kProducts = 2 * Halves;  // a step has units, a unit has products of 16 columns
   const int units = count * kUnits, units_a_group = halves_a_group / Halves;
-  int ends_in = units_a_group - first * kUnits % units_a_group;  // units to the end of the group
-  float of_group[Tokens / 2], scale[2];
+  int left = units_a_group - first * kUnits % units_a_group;  // units of the group, from the next products on
+
+  LaneCodes<Halves> codes;    // of the unit behind the one whose operands are made
+  uint2 scales, next_scales;  // of the group of the last operands, and of these codes
+  RingSlot of_codes = slot;
+  const auto load = [&](int unit, bool begins) {  // begins: the unit begins a group
+    if (unit == 0) wait_barrier(ring.full + of_codes.stage, of_codes.parity);
+    next_scales = stage_scales(ring.scales(of_codes.stage), unit == 1 && begins);
+    codes.load(ring.a(of_codes.stage), unit);
+    if (unit == kUnits - 1) of_codes.next(Stages);
+  };
+  std::uint32_t a[2][kProducts][4];  // of units in turn
+  const auto make = [&](int turn, int k) {
+    const std::uint32_t zero[] = {zero_of<T>(next_scales.x), zero_of<T>(next_scales.y)};
+    codes.template make_operand<T>(k, zero, a[turn][k]);
+  };
+  load(0, false);
+#pragma unroll
+  for (int k = 0; k < kProducts; ++k) make(0, k);
+  scales = next_scales;
+  float scale[] = {scale_of(scales.x), scale_of(scales.y)};
+  if (units > 1) load(kUnits - 1, left == 1);
+
+  float of_group[Tokens / 2];
   bool is_added = false;
-  const auto end_group = [&] {
-    wgmma_wait<0>();
-    keep_in_registers(of_group);
+  const auto add_group = [&] {
 #pragma unroll
     for (int i = 0; i < Tokens / 2; ++i) sum[i] = fmaf(scale[i / 2 % 2], of_group[i], sum[i]);
   };
-  std::uint32_t a[2][kProducts][4];  // of units in turn
-  RingSlot of_codes = slot;
-  uint2 words;  // of the group whose codes became operands last
-  std::uint32_t zero[2];
-  const auto make = [&](int turn, int unit, bool begins) {
-    if (unit == 0) wait_barrier(ring.full + of_codes.stage, of_codes.parity);
-    if (begins) {
-      words = stage_scales(ring.scales(of_codes.stage), unit);
-      zero[0] = zero_of<T>(words.x), zero[1] = zero_of<T>(words.y);
-    }
-    std::uint32_t made[kProducts][4];
-    make_operand<T, Halves>(ring.a(of_codes.stage), unit, zero, made);
-#pragma unroll
-    for (int k = 0; k < kProducts; ++k) copy_registers(a[turn][k], made[k]);
-    if (unit == kUnits - 1) of_codes.next(ring.stages);
-  };
-  make(0, 0, true);
-  scale[0] = scale_of(words.x), scale[1] = scale_of(words.y);
-
   const std::uint32_t first_b = std::uint32_t(tile_along_k(ring.b(0)));
   int finished = -1;  // a stage whose products are the last but those of one unit
 #pragma unroll 1
@@ -142,32 +160,51 @@ __device__ void multiply_codes(const PackedRing<Tokens>& ring, RingSlot& slot, i
     for (int turn = 0; turn < 2; ++turn) {
       const int unit = kUnits == 2 ? turn : 0;
       const std::uint32_t b = first_b + slot.stage * (ring.stage_bytes >> 4) + unit * 2 * std::uint32_t(kWgmmaStep);
+      const bool has_next = i + turn + 1 < units, has_next_but_one = i + turn + 2 < units;
+      const auto multiply = [&](int k) {
+        wgmma(of_group, a[turn][k], tile_along_k_at(b + k * std::uint32_t(kWgmmaStep)), k > 0 || is_added, T{});
+      };
       if (!is_added) keep_in_registers(of_group);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kProducts; ++k)
-        wgmma(of_group, a[turn][k], tile_along_k_at(b + k * std::uint32_t(kWgmmaStep)), k > 0 || is_added, T{});
+      for (int k = 0; k < kProducts / 2; ++k) multiply(k);
       wgmma_commit();
-      is_added = true;
-      wgmma_wait<1>();  // the other operand's products are done
+      wgmma_wait<1>();  // the other operands' products are done
 #pragma unroll
       for (int k = 0; k < kProducts; ++k) keep_in_registers(a[1 - turn][k]);
       if (finished >= 0) release(finished);
+      if (has_next)
+#pragma unroll
+        for (int k = 0; k < kProducts / 2; ++k) make(1 - turn, k);
+      wgmma_fence();
+#pragma unroll
+      for (int k = kProducts / 2; k < kProducts; ++k) multiply(k);
+      wgmma_commit();
+      is_added = true;
       finished = unit == kUnits - 1 ? slot.stage : -1;
-      if (unit == kUnits - 1) slot.next(ring.stages);
-      if (i + turn + 1 >= units) break;
+      if (unit == kUnits - 1) slot.next(Stages);
 
-      const bool ends = --ends_in == 0;
-      make(1 - turn, kUnits == 2 ? 1 - unit : 0, ends);
-      if (ends) {
-        end_group();
-        is_added = false;
-        scale[0] = scale_of(words.x), scale[1] = scale_of(words.y);
-        ends_in = units_a_group;
+      const bool ends = --left == 0;
+      if (ends) left = units_a_group;
+      if (has_next) {
+#pragma unroll
+        for (int k = kProducts / 2; k < kProducts; ++k) make(1 - turn, k);
+        scales = next_scales;
+        if (has_next_but_one) load(unit, left == 1);
       }
+      if (ends) {
+        wgmma_wait<0>();
+        keep_in_registers(of_group);
+        add_group();
+        is_added = false;
+        scale[0] = scale_of(scales.x), scale[1] = scale_of(scales.y);
+      }
+      if (!has_next) break;
     }
   }
-  end_group();
+  wgmma_wait<0>();
+  keep_in_registers(of_group);
+  if (is_added) add_group();
   release(finished);
 }
 #endif

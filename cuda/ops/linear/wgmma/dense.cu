@@ -1,5 +1,6 @@
 #include "cuda/ops/linear/wgmma/wgmma.hpp"
 
+#include "cuda/device/copy_once.cuh"
 #include "cuda/ops/linear/wgmma/block.cuh"
 #include "cuda/runtime/launch.hpp"
 #include "cuda/runtime/tensor_map.hpp"
@@ -21,8 +22,8 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
   multiply_rows<T, Tokens, Gated, Ring>(
       c, InOrder{},
       [&](const Ring& ring, const Steps& steps, int first_row) {
-        copy_steps(ring, steps, x, [&](int lane, int step, unsigned char* to, std::uint64_t* full) {
-          if (lane == 0) copy_tensor_tile(to, &weight, step * kLinearWgmmaColumns, first_row, 0, full);
+        copy_steps(ring, steps, x, [&, policy = evict_first()](int, int step, unsigned char* to, std::uint64_t* full) {
+          copy_tensor_tile(to, &weight, step * kLinearWgmmaColumns, first_row, 0, full, policy);
         });
       },
       [&](const Ring& ring, const Steps& steps, int, float(&sum)[Tokens / 2]) {

@@ -26,7 +26,7 @@ struct PackedOrder {
 constexpr int threads_of(int token_tile) { return token_tile > 64 ? kWgmmaMostThreads : kWgmmaThreads; }
 
 template <class T, int Tokens, int Halves, bool Gated>
-__global__ void __launch_bounds__(threads_of(Tokens), 1)
+__global__ void __launch_bounds__(threads_of(Tokens), packed_blocks_an_sm(Tokens))
     linear_wgmma_gptq_kernel([[maybe_unused]] const __grid_constant__ CUtensorMap x,
                              [[maybe_unused]] const __grid_constant__ CUtensorMap codes,
                              [[maybe_unused]] const __grid_constant__ CUtensorMap scales,
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(threads_of(Tokens), 1)
       },
       [&](const Ring& ring, const Steps& steps, int, float(&sum)[Tokens / 2]) {
         RingSlot slot;
-        multiply_codes<T, Tokens, Halves>(
+        multiply_codes<T, Tokens, Halves, packed_stages(Tokens)>(
             ring, slot, steps.first, steps.count, c.weight.halves_a_group,
             [&](int stage) {
               __syncwarp();  // all lanes have read the codes

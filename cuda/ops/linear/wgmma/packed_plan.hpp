@@ -59,54 +59,70 @@ inline std::string columns_text(std::size_t columns_bytes) {
   return columns_bytes ? ", " + std::to_string(columns_bytes) + " B of x in the order of the columns" : "";
 }
 
+/// The blocks of an SM: those of few tokens need few registers, and wait for each step's codes beside each other.
+constexpr int packed_blocks_an_sm(int token_tile) { return token_tile <= kPackedPairTokens ? 2 : 1; }
+
 /// One launch for up to kLinearWgmmaTokens tokens, laid out as that of a dense weight with as many columns.
 struct WgmmaPackedPlan {
   LinearWgmmaPlan product;
   std::size_t columns_bytes;
 };
 
+/// The stages of a block's ring, on every GPU with these tensor cores. The kernels are compiled with them.
+constexpr int packed_stages(int token_tile) {
+  return linear_wgmma_plan(kH200, token_tile, kLinearWgmmaColumns, 1, kPackedWeightBytes).stages;
+}
+
 constexpr WgmmaPackedPlan wgmma_packed_plan(const Arch& arch, const GptqLayout& layout, std::int64_t tokens,
                                             std::int64_t rows) {
   // Groups that end within a step have no kernel of 32 tokens a tile.
-  const std::int64_t fewest = layout.columns_per_group % kLinearWgmmaColumns ? 33 : 17;
+  const std::int64_t fewest = layout.columns_per_group % kLinearWgmmaColumns ? kPackedPairTokens + 1 : 17;
   return {.product = linear_wgmma_plan(arch, std::max(tokens, fewest), std::int64_t(layout.chunks) * kGptqColumns, rows,
-                                       kPackedWeightBytes),
+                                       kPackedWeightBytes,
+                                       packed_blocks_an_sm(linear_wgmma_token_tile(std::max(tokens, fewest)))),
           .columns_bytes = packed_columns_bytes(layout, tokens)};
 }
 
 inline std::string to_string(const WgmmaPackedPlan& p) { return to_string(p.product) + columns_text(p.columns_bytes); }
 
-/// A tile is kLinearWgmmaTileRows rows of the weight and kPackedTilesTokenRows tokens. The blocks of a cluster have
-/// tiles of the same tokens, of rows beside each other, and share the copies of x. Such a group of tiles lies at group
-/// i % token_groups of tokens and i / token_groups of rows; clusters take groups in turn.
-inline constexpr int kPackedTilesTokenRows = 128, kPackedTilesBlocks = 2;
+/// A tile is kLinearWgmmaTileRows rows of the weight and `token_tile` tokens, 64, 80, 96 or 128. The blocks of a cluster
+/// have tiles of the same tokens, of rows beside each other, and share the copies of x. Such a group of tiles lies at
+/// group i % token_groups of tokens and i / token_groups of rows; clusters take groups in turn.
+inline constexpr int kPackedTilesBlocks = 2;
 
 /// A warp's sums go through shared memory in chunks: kPackedTilesChunk tokens of its rows, in float32.
-inline constexpr int kPackedTilesChunk = 32;
+inline constexpr int kPackedTilesChunk = 16;
 inline constexpr int kPackedTilesChunkFloats = kPackedTilesChunk * kLinearWgmmaPartPitch;
+inline constexpr int kPackedTilesChunksBytes = kLinearWgmmaWarps * kPackedTilesChunkFloats * 4;
 
 /// The stages of a block's ring. Beside the ring a block has its chunks, and its barriers as static memory.
 inline constexpr int kPackedTilesStaticBytes = 256;
-inline constexpr int kPackedTilesStageBytes = kPackedWeightBytes + kPackedTilesTokenRows * kLinearWgmmaColumns * 2;
-inline constexpr int kPackedTilesChunksBytes = kLinearWgmmaWarps * kPackedTilesChunkFloats * 4;
-inline constexpr int kPackedTilesStages =
-    (kH200.smem_per_block_bytes - 1024 - kPackedTilesStaticBytes - kPackedTilesChunksBytes) / kPackedTilesStageBytes;
-inline constexpr int kPackedTilesSmemBytes =
-    1024 + kPackedTilesStages * kPackedTilesStageBytes + kPackedTilesChunksBytes;
-static_assert(kPackedTilesStages <= kMostLinearWgmmaStages);
+constexpr int packed_tiles_stage_bytes(int token_tile) {
+  return kPackedWeightBytes + token_tile * kLinearWgmmaColumns * 2;
+}
+constexpr int packed_tiles_stages(int token_tile) {
+  constexpr int room_bytes = kH200.smem_per_block_bytes - 1024 - kPackedTilesStaticBytes - kPackedTilesChunksBytes;
+  return std::min(room_bytes / packed_tiles_stage_bytes(token_tile), kMostLinearWgmmaStages);
+}
+constexpr int packed_tiles_smem_bytes(int token_tile) {
+  return 1024 + packed_tiles_stages(token_tile) * packed_tiles_stage_bytes(token_tile) + kPackedTilesChunksBytes;
+}
 
 struct PackedTilesPlan {
+  int token_tile;
   int token_groups, row_groups;
   int clusters;
   std::size_t columns_bytes;
 
   constexpr int groups() const { return token_groups * row_groups; }
+  constexpr int rounds() const { return (groups() + clusters - 1) / clusters; }
 };
 
-constexpr PackedTilesPlan packed_tiles_plan(const Arch& arch, const GptqLayout& layout, std::int64_t tokens,
-                                            std::int64_t rows) {
+constexpr PackedTilesPlan packed_tiles_layout(const Arch& arch, const GptqLayout& layout, std::int64_t tokens,
+                                              std::int64_t rows, int token_tile) {
   const auto groups = [](std::int64_t size, int group) { return int((size + group - 1) / group); };
-  PackedTilesPlan p{.token_groups = groups(tokens, kPackedTilesTokenRows),
+  PackedTilesPlan p{.token_tile = token_tile,
+                    .token_groups = groups(tokens, token_tile),
                     .row_groups = groups(rows, kPackedTilesBlocks * kLinearWgmmaTileRows),
                     .clusters = arch.sm_count / kPackedTilesBlocks,
                     .columns_bytes = packed_columns_bytes(layout, tokens)};
@@ -114,12 +130,29 @@ constexpr PackedTilesPlan packed_tiles_plan(const Arch& arch, const GptqLayout& 
   return p;
 }
 
+/// The tile with the shortest rounds, counted in tokens. What a step takes beside its products counts as
+/// kPackedTilesStepTokens more; among equals the widest tile reads the least.
+inline constexpr int kPackedTilesStepTokens = 48;
+constexpr PackedTilesPlan packed_tiles_plan(const Arch& arch, const GptqLayout& layout, std::int64_t tokens,
+                                            std::int64_t rows) {
+  PackedTilesPlan best = packed_tiles_layout(arch, layout, tokens, rows, 128);
+  const auto length = [](const PackedTilesPlan& p) { return p.rounds() * (p.token_tile + kPackedTilesStepTokens); };
+  for (const int token_tile : {96, 80, 64}) {
+    // Groups that end within a step have no kernels of 80 and 96 tokens.
+    if (layout.columns_per_group % kLinearWgmmaColumns && token_tile != 64) continue;
+    const PackedTilesPlan p = packed_tiles_layout(arch, layout, tokens, rows, token_tile);
+    if (length(p) < length(best)) best = p;
+  }
+  return best;
+}
+
 inline std::string to_string(const PackedTilesPlan& p) {
   return plan_text({{p.clusters, "clusters"},
-                    {(p.groups() + p.clusters - 1) / p.clusters, "rounds"},
+                    {p.rounds(), "rounds"},
                     {p.token_groups, "token groups"},
                     {p.row_groups, "row groups"},
-                    {kPackedTilesSmemBytes, "B of shared memory"}}) +
+                    {p.token_tile, "tokens a tile"},
+                    {packed_tiles_smem_bytes(p.token_tile), "B of shared memory"}}) +
          columns_text(p.columns_bytes);
 }
 

@@ -24,23 +24,21 @@ struct PackedTilesCall {
 };
 
 #ifdef CF_HAVE_WGMMA
-constexpr int kTokens = kPackedTilesTokenRows;
-using Ring = PackedRing<kTokens>;
-static_assert(Ring::stage_bytes == kPackedTilesStageBytes);
-
 /// The first token and the first row of a block's tile in a group.
 struct Tile {
   int token, row;
-  __device__ Tile(const PackedTilesCall& c, int group, int rank)
-      : token(group % c.token_groups * kTokens),
+  __device__ Tile(const PackedTilesCall& c, int tokens, int group, int rank)
+      : token(group % c.token_groups * tokens),
         row((group / c.token_groups * kPackedTilesBlocks + rank) * kLinearWgmmaTileRows) {}
 };
 
 /// One lane starts the copies of a block's tiles. Each block loads a part of x for all blocks of its cluster. The first
 /// weights are requested before the wait for the previous kernel, x after it.
-__device__ void copy_tiles(const Ring& ring, const PackedTilesCall& c, int rank, int first_group, const CUtensorMap& x,
-                           const CUtensorMap& codes, const CUtensorMap& scales) {
-  constexpr int x_rows = kTokens / kPackedTilesBlocks;
+template <int Tokens>
+__device__ void copy_tiles(const PackedRing<Tokens>& ring, const PackedTilesCall& c, int rank, int first_group,
+                           const CUtensorMap& x, const CUtensorMap& codes, const CUtensorMap& scales) {
+  constexpr int x_rows = Tokens / kPackedTilesBlocks;
+  static_assert(x_rows % 8 == 0);  // a part of a tile in shared memory begins at a multiple of 1024 bytes
   const int steps = c.weight.matrix.chunks;
   const auto copy_weight = [&](const Tile& tile, int i, int stage) {
     arrive_expecting(ring.full + stage, ring.stage_bytes);
@@ -52,7 +50,7 @@ __device__ void copy_tiles(const Ring& ring, const PackedTilesCall& c, int rank,
                         tile.token + rank * x_rows, 0, ring.full + stage);
   };
   const int ahead = min(steps, ring.stages);
-  const Tile first_tile(c, first_group, rank);
+  const Tile first_tile(c, Tokens, first_group, rank);
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) copy_weight(first_tile, i, i);
   wait_for_predecessors();
@@ -62,7 +60,7 @@ __device__ void copy_tiles(const Ring& ring, const PackedTilesCall& c, int rank,
   slot.skip(ahead, ring.stages);
 #pragma unroll 1
   for (int group = first_group, i = ahead; group < c.groups; group += c.clusters, i = 0) {
-    const Tile tile(c, group, rank);
+    const Tile tile(c, Tokens, group, rank);
 #pragma unroll 1
     for (; i < steps; ++i, slot.next(ring.stages)) {
       wait_barrier(ring.empty + slot.stage, slot.parity ^ 1);  // at once in the first round
@@ -112,37 +110,34 @@ __device__ void finish_eight(const PackedTilesCall& c, int token, int row, float
 }
 
 /// Finishes a warp's sums of 16 rows, from `row` on, in chunks of tokens that go through shared memory: a lane then has
-/// all rows of a token. A loop does the work, for the reason that Parts in wgmma/block.cuh gives.
-template <class T, bool Gated>
+/// eight rows of a token. A loop does the work, for the reason that Parts in wgmma/block.cuh gives.
+template <class T, int Tokens, bool Gated>
 __device__ void finish_tile(const PackedTilesCall& c, int first_token, int row, float* chunk,
-                            const float (&sum)[kTokens / 2]) {
+                            const float (&sum)[Tokens / 2]) {
   constexpr int pitch = kLinearWgmmaPartPitch, sums = kPackedTilesChunk / 2;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const long rows = c.output.out * (Gated ? 2 : 1);
+  const int of_token = lane % kPackedTilesChunk, of_row = lane / kPackedTilesChunk * kVec;
+  const bool has_rows = row + of_row < c.output.out * (Gated ? 2 : 1);
 #pragma unroll 1
-  for (int i = 0; i < kTokens / kPackedTilesChunk; ++i) {
+  for (int i = 0; i < Tokens / kPackedTilesChunk; ++i) {
     __syncwarp();  // the chunk before is read
 #pragma unroll
-    for (int j = 0; j < kTokens / kPackedTilesChunk; ++j)
+    for (int j = 0; j < Tokens / kPackedTilesChunk; ++j)
       if (j == i)
 #pragma unroll
         for (int s = 0; s < sums; ++s)
           chunk[(s / 4 * 8 + 2 * t + s % 2) * pitch + s % 4 / 2 * 8 + g] = sum[j * sums + s];
     __syncwarp();
-    const int token = first_token + i * kPackedTilesChunk + lane;
-    if (token >= c.tokens) continue;
-#pragma unroll
-    for (int half = 0; half < kGptqRows; half += kVec) {
-      if (row + half >= rows) break;
-      float v[kVec];
-      load_vec(chunk + lane * pitch + half, v);
-      finish_eight<T, Gated>(c, token, row + half, v);
-    }
+    const int token = first_token + i * kPackedTilesChunk + of_token;
+    if (token >= c.tokens || !has_rows) continue;
+    float v[kVec];
+    load_vec(chunk + of_token * pitch + of_row, v);
+    finish_eight<T, Gated>(c, token, row + of_row, v);
   }
 }
 #endif
 
-template <class T, int Halves>
+template <class T, int Tokens, int Halves>
 __global__ void __launch_bounds__(kThreads, 1)
     linear_packed_tiles_kernel([[maybe_unused]] const __grid_constant__ CUtensorMap x,
                                [[maybe_unused]] const __grid_constant__ CUtensorMap codes,
@@ -150,16 +145,16 @@ __global__ void __launch_bounds__(kThreads, 1)
                                [[maybe_unused]] const __grid_constant__ PackedTilesCall c) {
 #ifdef CF_HAVE_WGMMA
   extern __shared__ unsigned char smem[];
-  __shared__ std::uint64_t full[kPackedTilesStages], empty[kPackedTilesStages];
+  constexpr int stages = packed_tiles_stages(Tokens);
+  __shared__ std::uint64_t full[stages], empty[stages];
   static_assert(sizeof full + sizeof empty <= kPackedTilesStaticBytes);
-  const Ring ring{.first = smem + (1024 - shared_address(smem) % 1024) % 1024,
-                  .full = full,
-                  .empty = empty,
-                  .stages = kPackedTilesStages};
+  static_assert(PackedRing<Tokens>::stage_bytes == packed_tiles_stage_bytes(Tokens));
+  const PackedRing<Tokens> ring{
+      .first = smem + (1024 - shared_address(smem) % 1024) % 1024, .full = full, .empty = empty, .stages = stages};
   const int warp = threadIdx.x / 32, rank = cluster_rank();
   if (threadIdx.x == kConsumers)
     for (const CUtensorMap* map : {&x, &codes, &scales}) prefetch_map(map);
-  if (threadIdx.x < kPackedTilesStages) {
+  if (threadIdx.x < stages) {
     init_barrier(full + threadIdx.x, 1);
     init_barrier(empty + threadIdx.x, kLinearWgmmaWarps * kPackedTilesBlocks);
     publish_barriers();
@@ -178,14 +173,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int lane = threadIdx.x % 32;
   const bool tells = lane < kPackedTilesBlocks;
   const std::uint32_t empty_there = tells ? shared_address_in(lane, empty) : 0;
-  float* const chunk = reinterpret_cast<float*>(ring.a(kPackedTilesStages)) + warp * kPackedTilesChunkFloats;
+  float* const chunk = reinterpret_cast<float*>(ring.a(stages)) + warp * kPackedTilesChunkFloats;
   RingSlot slot;
 #pragma unroll 1
   for (int group = first_group; group < c.groups; group += c.clusters) {
-    const Tile tile(c, group, rank);
+    const Tile tile(c, Tokens, group, rank);
     const int row = tile.row + warp * kGptqRows;
-    float sum[kTokens / 2] = {};
-    multiply_codes<T, kTokens, Halves>(
+    float sum[Tokens / 2] = {};
+    multiply_codes<T, Tokens, Halves, stages>(
         ring, slot, 0, c.weight.matrix.chunks, c.weight.halves_a_group,
         [&](int stage) {
           __syncwarp();  // all lanes have read the codes
@@ -194,11 +189,22 @@ __global__ void __launch_bounds__(kThreads, 1)
         sum);
     wait_for_predecessors();
     if (c.output.epilogue == ops::Epilogue::swiglu)
-      finish_tile<T, true>(c, tile.token, row, chunk, sum);
+      finish_tile<T, Tokens, true>(c, tile.token, row, chunk, sum);
     else
-      finish_tile<T, false>(c, tile.token, row, chunk, sum);
+      finish_tile<T, Tokens, false>(c, tile.token, row, chunk, sum);
   }
 #endif
+}
+
+template <class T>
+auto kernel_for(int token_tile, bool whole) {
+  if (!whole) return token_tile == 64 ? linear_packed_tiles_kernel<T, 64, 1> : linear_packed_tiles_kernel<T, 128, 1>;
+  switch (token_tile) {
+    case 64: return linear_packed_tiles_kernel<T, 64, 2>;
+    case 80: return linear_packed_tiles_kernel<T, 80, 2>;
+    case 96: return linear_packed_tiles_kernel<T, 96, 2>;
+    default: return linear_packed_tiles_kernel<T, 128, 2>;
+  }
 }
 
 }  // namespace
@@ -210,7 +216,7 @@ Status launch_tiles_packed(const ops::Linear::Args& a, const PackedTilesPlan& pl
   CF_TRY_ASSIGN(const PackedMaps maps, packed_maps(weight.matrix));
   CUtensorMap map;
   CF_TRY(make_tensor_map({.data = x.data, .dtype = dtype, .columns = x.columns, .rows = a.x.shape[0]},
-                         kPackedTilesTokenRows / kPackedTilesBlocks, map));
+                         plan.token_tile / kPackedTilesBlocks, map));
   const PackedTilesCall c{.output = linear_output(a),
                           .weight = weight,
                           .tokens = int(a.x.shape[0]),
@@ -222,10 +228,9 @@ Status launch_tiles_packed(const ops::Linear::Args& a, const PackedTilesPlan& pl
     return launch(ops::Linear::name, launches,
                   {.grid = unsigned(plan.clusters * kPackedTilesBlocks),
                    .block = kThreads,
-                   .smem_bytes = kPackedTilesSmemBytes,
+                   .smem_bytes = std::size_t(packed_tiles_smem_bytes(plan.token_tile)),
                    .cluster_blocks = kPackedTilesBlocks},
-                  weight.halves_a_group % 2 ? linear_packed_tiles_kernel<T, 1> : linear_packed_tiles_kernel<T, 2>, map,
-                  maps.codes, maps.scales, c);
+                  kernel_for<T>(plan.token_tile, weight.halves_a_group % 2 == 0), map, maps.codes, maps.scales, c);
   };
   return dtype == DType::f16 ? add(f16{}) : add(bf16{});
 }

@@ -59,6 +59,9 @@ inline constexpr int kLinearWgmmaTileRows = 128, kLinearWgmmaColumns = 64, kMost
 /// Warps of a block that multiply: two warpgroups.
 inline constexpr int kLinearWgmmaWarps = 8, kLinearWgmmaWarpRows = kLinearWgmmaTileRows / kLinearWgmmaWarps;
 
+/// Up to this many tokens two blocks of a packed weight's product stand on an SM.
+inline constexpr std::int64_t kPackedPairTokens = 32;
+
 constexpr int linear_wgmma_token_tile(std::int64_t tokens) {
   return tokens <= 16 ? 16 : tokens <= 32 ? 32 : tokens <= 64 ? 64 : 128;
 }
@@ -77,12 +80,12 @@ constexpr int linear_wgmma_parts_bytes(int token_tile, int splits) {
   return (kLinearWgmmaWarps + splits - 1) / splits * splits * token_tile * kLinearWgmmaPartPitch * 4;
 }
 
-/// One block an SM at most. Up to 64 tokens an SM has room for a block of the next launch, too: its copies of weights
+/// One block an SM at most, or `blocks_an_sm`. Up to 64 tokens an SM has room for a block of the next launch, too: its copies of weights
 /// begin while this launch ends. The products of 128 tokens need the longer ring more. All clusters have their SMs at
 /// once; the blocks of one lie on SMs of one group of 16 or more. A stage has `weight_bytes` of weights. A split has at least kLeastSteps steps of
 /// kLinearWgmmaColumns columns.
 constexpr LinearWgmmaPlan linear_wgmma_plan(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
-                                            int weight_bytes = linear_wgmma_weight_bytes(16)) {
+                                            int weight_bytes = linear_wgmma_weight_bytes(16), int blocks_an_sm = 1) {
   constexpr std::int64_t kLeastSteps = 4;
   constexpr int kGroupSms = 16, kMostRingBytes = 6 * linear_wgmma_stage_bytes(128);
   // A stage begins at a multiple of 1024 bytes; beside the ring a block has its barriers.
@@ -94,7 +97,7 @@ constexpr LinearWgmmaPlan linear_wgmma_plan(const Arch& arch, std::int64_t token
   const int room_bytes = smem_per_block_bytes(arch, token_tile > 64 ? 1 : 2) - extra_bytes - static_bytes;
   const int stages = std::min({kMostLinearWgmmaStages, room_bytes / stage_bytes, kMostRingBytes / stage_bytes});
   const auto fits = [&](std::int64_t splits) {
-    return arch.sm_count / kGroupSms * (kGroupSms / splits) >= row_tiles &&
+    return arch.sm_count / kGroupSms * (kGroupSms * blocks_an_sm / splits) >= row_tiles &&
            linear_wgmma_parts_bytes(token_tile, int(splits)) <= stages * stage_bytes;
   };
   std::int64_t splits = std::max<std::int64_t>(

@@ -1,5 +1,6 @@
 #include "cuda/ops/linear/wgmma/sum.hpp"
 
+#include "cuda/device/copy_once.cuh"
 #include "cuda/ops/linear/wgmma/block.cuh"
 #include "cuda/runtime/launch.hpp"
 
@@ -82,8 +83,8 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
         };
         fill_ring(
             ring, first.count + second.count,
-            [&](int i, int lane, unsigned char* to, std::uint64_t* full) {
-              if (lane == 0) copy_tensor_tile(to, i < first.count ? &weight : &weight2, column(i), first_row, 0, full);
+            [&, policy = evict_first()](int i, unsigned char* to, std::uint64_t* full) {
+              copy_tensor_tile(to, i < first.count ? &weight : &weight2, column(i), first_row, 0, full, policy);
             },
             [&](int i, unsigned char* to, std::uint64_t* full) {
               copy_tensor_tile(to, i < first.count ? &x : &x2, column(i), 0, 0, full);

@@ -5,9 +5,8 @@
 
 namespace cf::cuda {
 
-/// linear_sum of dense weights on Hopper's tensor cores, in one launch: its ring runs on from the first product into the
-/// second. The bits are those of the two products one after the other. On an H200 a layer of Pythia-2.8B's products and
-/// norms takes 58.7 us for 16 tokens and 67.1 us for 64 with it, and 60.9 and 70.7 us with two launches.
+/// linear_sum of dense weights on Hopper's tensor cores, in one launch: its ring runs on from the first product into
+/// the second. The bits are those of the two products one after the other. Source: TRIALS.md, dense-products.
 Result<LinearSumWgmmaPlan> plan_linear_sum_wgmma(const Target&, const ops::LinearSum::Args&);
 Status launch_linear_sum_wgmma(const ops::LinearSum::Args&, const LinearSumWgmmaPlan&, LaunchList&);
 
