@@ -20,6 +20,15 @@ struct FreePinned {
   void operator()(std::uint64_t* p) const { (void)cudaFreeHost(p); }
 };
 
+/// Gives the thread back the device that it had.
+struct KeepDevice {
+  KeepDevice() { (void)cudaGetDevice(&device); }
+  KeepDevice(const KeepDevice&) = delete;
+  KeepDevice& operator=(const KeepDevice&) = delete;
+  ~KeepDevice() { (void)cudaSetDevice(device); }
+  int device = 0;
+};
+
 /// Lets a device reach another one's memory, for as long as the process lives.
 Status enable_access(int device, int peer) {
   int can = 0;
@@ -57,6 +66,7 @@ Status report_of(const Peers& peers) {
 
 struct Communicator::State {
   ~State() {
+    const KeepDevice keep;
     for (const Context& c : contexts) {
       (void)cudaSetDevice(c.device());
       (void)cudaDeviceSynchronize();
@@ -79,14 +89,19 @@ Result<std::unique_ptr<Communicator>> Communicator::create(std::span<const int> 
                   "expected 2 to " + std::to_string(kMostRanks) + " GPUs, got " + std::to_string(ranks));
   if (o.part_bytes < 1)
     return refuse(Code::invalid_argument, "part_bytes must be at least 1, got " + std::to_string(o.part_bytes));
-  int before = 0;
-  CF_TRY(from_cuda(cudaGetDevice(&before), "cudaGetDevice"));
+  const KeepDevice keep;
   auto state = std::make_unique<State>();
   State& s = *state;
   const ExchangeLayout layout = layout_of(ranks, o.part_bytes);
   for (int device : devices) {
     CF_TRY_ASSIGN(const Context context, Context::create(device));
     s.contexts.push_back(context);
+    // What each rank computes whole, as a prompt's logits, must have the same bits on all.
+    const Arch &own = context.arch(), &first = s.contexts.front().arch();
+    if (own.tuning != first.tuning || to_string(own) != to_string(first))
+      return refuse(Code::unimplemented, "GPU " + std::to_string(device) + " has " + to_string(own) +
+                                             ", expected GPUs of one kind, as GPU " + std::to_string(devices[0]) +
+                                             " with " + to_string(first));
   }
   void* reports = nullptr;
   CF_TRY(from_cuda(cudaHostAlloc(&reports, std::size_t(ranks) * sizeof(std::uint64_t), cudaHostAllocPortable),
@@ -115,7 +130,6 @@ Result<std::unique_ptr<Communicator>> Communicator::create(std::span<const int> 
     s.peers.push_back(peers);
   }
   for (std::size_t rank = 0; rank < s.contexts.size(); ++rank) s.contexts[rank].set_peers(&s.peers[rank]);
-  CF_TRY(from_cuda(cudaSetDevice(before), "cudaSetDevice"));
   return std::unique_ptr<Communicator>(new Communicator(std::move(state)));
 }
 

@@ -23,8 +23,8 @@ class Communicator {
     double patience_s = 10;       // how long a kernel waits for another rank
   };
   /// The ranks run on these GPUs, rank 0 first. Gives each GPU access to the others' memory, and takes memory on each.
-  /// Refuses fewer than two ranks or more than eight, and GPUs that cannot reach each other's memory
-  /// (Code::unimplemented), by name. Code::out_of_memory says how much was needed and how much is free.
+  /// Refuses fewer than two ranks or more than eight, and GPUs of different kinds or that cannot reach each other's
+  /// memory (Code::unimplemented), by name. Code::out_of_memory says how much was needed and how much is free.
   static Result<std::unique_ptr<Communicator>> create(std::span<const int> devices, const Options& options);
   /// The bytes that create() takes on each GPU.
   static double bytes(std::int64_t ranks, std::int64_t part_bytes);

@@ -1,6 +1,6 @@
 #pragma once
-// Copies of what a launch reads once, such as weights: the L2 gives their lines up before others. PTX, one instruction a
-// function.
+// Copies of what a launch reads once, such as weights: the L2 gives their lines up before others. PTX, one instruction
+// a function.
 #include <cstdint>
 
 #include "cuda/device/address.cuh"

@@ -36,7 +36,7 @@ inline WgmmaCall wgmma_call(const ops::Linear::Args& a, const LinearWgmmaPlan& p
 
 // Other devices' code has no use for what follows.
 #ifdef CF_HAVE_WGMMA
-/// The steps of a tile that block `rank` of its cluster takes, of `steps` in `splits`; none where there are fewer splits.
+/// The steps of a tile that block `rank` of its cluster takes, of `steps` in `splits`; none if there are fewer splits.
 struct Steps {
   int first, count;
   __device__ Steps(int steps, int splits, int rank) : first(steps * rank / splits) {
@@ -83,8 +83,8 @@ __device__ void copy_steps(const Ring& ring, const Steps& steps, const CUtensorM
       });
 }
 
-/// A warpgroup's sums of 64 rows of a dense weight for Tokens tokens, over `count` steps of the ring from `slot` on. Up to
-/// 64 tokens it waits for a step's products at once: they are short beside the step's copies, and the stage that they
+/// A warpgroup's sums of 64 rows of a dense weight for Tokens tokens, over `count` steps of the ring from `slot` on. Up
+/// to 64 tokens it waits for a step's products at once: they are short beside the step's copies, and the stage that they
 /// release is asked for again before the next one has come.
 template <class T, int Tokens>
 __device__ void multiply_steps(const WgmmaRing<Tokens>& ring, int count, RingSlot& slot, float (&sum)[Tokens / 2]) {
@@ -116,9 +116,10 @@ __device__ void multiply_steps(const WgmmaRing<Tokens>& ring, int count, RingSlo
   if (!at_once && count > 0 && threadIdx.x % 32 == 0) arrive(ring.empty + last_stage);
 }
 
-/// The sums of the rows that a block finishes, in the ring's memory: a part (Tokens, 16 rows) for each warp that
-/// has such rows, each product and each block of the cluster. Loops read the parts. Code that finishes the sums in the
-/// registers has no loops: it is thousands of instructions that run once, and their fetch takes longer than the product.
+/// The sums of the rows that a block finishes, in the ring's memory: a part (Tokens, 16 rows) for each warp that has
+/// such rows, each product and each block of the cluster. Loops read the parts. Code that finishes the sums in the
+/// registers has no loops: it is thousands of instructions that run once, and their fetch takes longer than the
+/// product.
 template <int Tokens, int Products>
 struct Parts {
   // The sums of eight tokens and eight rows, in the order that wgmma() leaves them in a warp, lie in 32 different
