@@ -153,7 +153,8 @@ Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::in
   }
   std::optional<Progress> progress;
   CF_TRY(source.fill(running.loaded, [&](std::int64_t made_bytes, std::int64_t all_bytes) {
-    if (!progress) progress.emplace("making the weights of " + config.name, all_bytes);
+    if (!progress)
+      progress.emplace((source.is_checkpoint() ? "reading " : "making the weights of ") + config.name, all_bytes);
     progress->set(made_bytes);
     return Status();
   }));

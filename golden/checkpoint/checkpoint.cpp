@@ -847,10 +847,14 @@ Status Checkpoint::check_finite(const CheckpointLayer& layer) const {
   return status;
 }
 
-Status Checkpoint::check_finite(const CheckpointModel& model) const {
+Status Checkpoint::check_finite(const CheckpointModel& model, const WeightsProgress& progress) const {
   Status status;
+  const std::int64_t all_bytes = weight_bytes(config_, model.weights);
+  std::int64_t bytes = 0;
   for_each_model_weight(config_, model.weights, [&](const TensorSpec& t, const auto& view, auto) {
     if (status) status = check_finite(std::string(t.name), view, model.dtype);
+    bytes += view.bytes();
+    if (status && progress) status = progress(bytes, all_bytes);
   });
   CF_TRY(check_files());
   return status;

@@ -9,6 +9,7 @@
 
 #include "core/model/config.hpp"
 #include "core/model/weights.hpp"
+#include "core/procedural.hpp"
 #include "core/status.hpp"
 #include "core/tensor.hpp"
 #include "golden/checkpoint/gptq_config.hpp"
@@ -113,7 +114,8 @@ class Checkpoint {
   /// floating-point weight of the layer once: 8 GB/s on one core of a Xeon, 20 ms for a layer of Pythia-2.8B, once the
   /// file is in the page cache. Call it where the weights are read anyway: before they are packed or compared.
   Status check_finite(const CheckpointLayer& layer) const;
-  Status check_finite(const CheckpointModel& model) const;
+  /// `progress` is told of each tensor that was looked at.
+  Status check_finite(const CheckpointModel& model, const WeightsProgress& progress = {}) const;
 
   /// Reads every file's header. Refuses the first tensor whose name is not one of a model of this config, or
   /// whose shard is not the one in the index.

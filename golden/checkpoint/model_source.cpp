@@ -107,7 +107,7 @@ Status ModelSource::fill(LoadedModel& outline, const WeightsProgress& progress) 
     CheckpointModel model;
     model.weights = outline.weights;
     model.dtype = outline.config.dtype;
-    return checkpoint_->check_finite(model);
+    return checkpoint_->check_finite(model, progress);
   }
   const auto needed = double(outline.bytes());
   CF_TRY(check_free_memory(needed, config_.name + ": the weights need " + gigabytes(needed)));

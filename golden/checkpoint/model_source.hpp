@@ -74,7 +74,8 @@ class ModelSource {
   /// mapped, and no weight is read that need not be joined or cast. Refuses what Checkpoint::model() refuses, as
   /// layer() does.
   Result<LoadedModel> outline() const;
-  /// Makes load()'s result of outline()'s. `progress` is told of each tensor that is made.
+  /// Makes load()'s result of outline()'s. `progress` is told of each tensor that is made, or whose
+  /// values were looked at.
   Status fill(LoadedModel& outline, const WeightsProgress& progress = {}) const;
   /// The whole model. Refuses besides what outline() refuses a weight that is NaN or infinite, and procedural weights
   /// that the machine's free memory does not hold.

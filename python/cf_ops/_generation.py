@@ -43,6 +43,9 @@ class Generated:
     logprobs, top_logprobs: where they were asked for, of each of `ids` the natural logarithm of its probability, and
     those of the likeliest ids, by id, the likeliest first; else None. Probabilities are the softmax of the logits that
     the model made, before penalties, biases, temperature and cut-offs, in float64.
+
+    prompt_logprobs, prompt_top_logprobs: where `echo` was asked for beside them, the same of each of `prompt`, given the
+    ids before it; the first one has no prediction, None. They are those of :meth:`Model.score`.
     """
 
     prompt: list[int]
@@ -52,6 +55,8 @@ class Generated:
     text: str | None = None
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
 
 
 class GenerationInterrupted(KeyboardInterrupt):
@@ -206,6 +211,8 @@ class Session:
         if settings.logprobs is not None:
             for result in self.results:
                 result.logprobs, result.top_logprobs = [], []
+            if settings.echo:
+                self._score_prompts(model, settings.logprobs)
         self._are_texts = are_texts = [is_text or isinstance(prompt, str) for prompt in prompts]
         if settings.stop_texts and not all(are_texts):
             raise ValueError(f"stop: expected ids, which end a prompt of ids, got {settings.stop_texts[0]!r}")
@@ -237,6 +244,21 @@ class Session:
             raise
         if self.done:
             self._decoder.close()
+
+    def _score_prompts(self, model: Model, top: int) -> None:
+        """Gives the results the log-probabilities of their prompts, in slots that are free again behind it."""
+        scored = [prompt for prompt in self._prompt_ids if len(prompt) > 1]
+        made = iter(model.score(scored, top=top) if scored else [])
+        for prompt, ids in enumerate(self._prompt_ids):
+            logprobs: list[float | None] = [None]
+            likeliest: list[dict[int, float] | None] = [None]
+            if len(ids) > 1:
+                score = next(made)
+                logprobs += score.log_probs.tolist()
+                pairs = zip(score.top_ids.tolist(), score.top_log_probs.tolist())
+                likeliest += [dict(zip(top_ids, values)) for top_ids, values in pairs]
+            for result in self.results[prompt * self._samples : (prompt + 1) * self._samples]:
+                result.prompt_logprobs, result.prompt_top_logprobs = list(logprobs), list(likeliest)
 
     @property
     def done(self) -> bool:

@@ -223,7 +223,7 @@ class _Loads:
         else:
             row.directory = find_model(self._model, row.name)
         identify(row)
-        weights = open_weights(row.directory, for_gpu=self._index is not None)
+        weights = open_weights(row.directory, for_gpu=self._index is not None, progress=False)
         row.load_s = time.perf_counter() - begun
         return weights
 

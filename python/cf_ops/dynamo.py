@@ -20,8 +20,8 @@ from cf_ops import _core
 from cf_ops.cli import _program as program
 from cf_ops.model import PAGE_ENTRIES, Model
 from cf_ops.serve import _processes as processes
-from cf_ops.serve._batcher import Batcher, Fault, Full, Job, Piece
-from cf_ops.serve._request import Refused, read_request
+from cf_ops.serve._batcher import Batcher, Fault, Full, Job, Logprob, Piece
+from cf_ops.serve._request import Asked, Refused, read_request
 
 _BLOCK = 16  # entries; Dynamo counts a cache in blocks
 _SWITCH = 0.0005  # seconds that the event loop may keep the decoder's thread from its next step
@@ -59,15 +59,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_worker(args: argparse.Namespace) -> Any:
     """Loads the model; returns Dynamo's worker for it. What is wrong with the model is raised before Dynamo starts."""
-    # The decoder's thread has its ids and waits for the event loop to let go of the interpreter: 5 ms by default, which
-    # is as long as a step.
-    sys.setswitchinterval(2e-4)
     from dynamo.common.backend import Worker, WorkerConfig  # type: ignore[import-not-found, unused-ignore]
 
     directory = os.path.abspath(program.model_directory(args))  # a front end elsewhere reads the tokenizer there
     processes.check_model(directory)
     capacity = args.capacity or processes.default_capacity(directory)
-    model = program.open_model(args, args.slots, capacity)
+    on_gpu_with_echo = args.echo and args.device != "cpu"
+    model = program.open_model(args, args.slots + on_gpu_with_echo, capacity)
     name = processes.served_name(args, directory)
     engine = _engine_class()(model, name, capacity, args)
     kinds = "completions,chat" if has_chat_template(directory) else "completions"
@@ -128,6 +126,7 @@ def _engine_class() -> Any:
         def __init__(self, model: Model, name: str, capacity: int, args: argparse.Namespace) -> None:
             self._model, self._name, self._capacity = model, name, capacity
             self._slots, self._queue, self._drain = args.slots, args.queue, args.drain
+            self._scoring = asyncio.Lock()
             self._entries = args.pages * (args.page_entries or PAGE_ENTRIES) if args.pages else args.slots * capacity
             self._metrics = Metrics(args.slots)
             self._batcher: Batcher | None = None
@@ -163,6 +162,10 @@ def _engine_class() -> Any:
                 raise exceptions.EngineShutdown("the worker has ended")
             self._jobs[context.id()] = jobs
             try:
+                if asked.echo:
+                    echo = await self._echo(asked)
+                    for job in jobs:
+                        yield echo | {"index": job.choice}
                 self._batcher.submit(jobs)
                 async for chunk in self._chunks(jobs, pieces):
                     yield chunk
@@ -174,6 +177,26 @@ def _engine_class() -> Any:
                 self._jobs.pop(context.id(), None)
                 if self._batcher is not None:
                     self._batcher.cancel(jobs)
+
+        async def _echo(self, asked: Asked) -> dict[str, Any]:
+            """A chunk with the prompt, whose ids have log-probabilities where they are asked for."""
+            top = asked.options[0]["logprobs"]
+            if top is None:
+                return {"token_ids": asked.prompt}
+            scores: list[Logprob] = [(0.0, [])]  # the front end takes numbers alone: of the first id, which has none
+            if len(asked.prompt) > 1:
+                if self._model.slots is not None and self._model.slots == self._slots:
+                    raise exceptions.InvalidArgument(
+                        "echo: expected it without logprobs, which take a slot of the GPU that this server was started "
+                        "without: --echo"
+                    )
+                async with self._scoring:
+                    (score,) = await asyncio.to_thread(self._model.score, [asked.prompt], top=top, slots=1)
+                if score.error is not None:
+                    raise exceptions.Unknown(score.error)
+                likely = zip(score.top_ids.tolist(), score.top_log_probs.tolist())
+                scores += [(own, list(zip(*pair))) for own, pair in zip(score.log_probs.tolist(), likely)]
+            return {"token_ids": asked.prompt, **_logprobs(Piece(0, asked.prompt, logprobs=scores))}
 
         async def _chunks(self, jobs: list[Job], pieces: asyncio.Queue[Piece]) -> AsyncGenerator[Any, None]:
             """The answer. Dynamo ends a request with the first chunk that has a finish_reason: it comes last, with the

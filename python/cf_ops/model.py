@@ -269,7 +269,8 @@ class Model:
         count.
 
         logprobs (None): a number k makes `logprobs` of :class:`Generated`, and `top_logprobs` of the k likeliest ids, 0
-        or more; reading the logits of each step costs time. echo (False): the prompt comes back first.
+        or more; reading the logits of each step costs time. echo (False): the prompt comes back first; beside logprobs
+        its ids have theirs too, in `prompt_logprobs`.
 
         Raises ValueError for a prompt that is empty or outside the vocabulary and for settings without meaning,
         TypeError for other types and options, MemoryError where the cache does not fit, and what :attr:`tokenizer`
@@ -605,8 +606,8 @@ def load(
     invariant: whether a sequence's bits are the same whatever else is in its steps and however its prompt is divided. On
     the CPU for float32.
 
-    progress: whether stderr shows how far a preset's weights are made, by tqdm where that is installed; None where it is
-    a terminal. The weights of a checkpoint are mapped, which takes no time to speak of.
+    progress: whether stderr shows how far a checkpoint is read or a preset's weights are made, by tqdm where that is
+    installed; None where it is a terminal.
 
     The model is a context manager, which gives a GPU's memory back at the block's end.
 
@@ -703,7 +704,9 @@ def open_weights(
         return weights, []
     if dtype is not None:
         raise ValueError(f"dtype: expected it with a preset alone, got {dtype!r} for {path}, whose files have a dtype")
-    return _core.Weights.open(path, for_gpu=for_gpu), _core.eos_token_ids(path)
+    with Progress(f"reading {os.path.basename(os.path.normpath(path))}", progress) as bar:
+        weights = _core.Weights.open(path, for_gpu=for_gpu, progress=bar.set)
+    return weights, _core.eos_token_ids(path)
 
 
 def on_device(

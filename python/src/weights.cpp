@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <functional>
 #include <map>
 #include <utility>
 
@@ -30,22 +31,50 @@ namespace {
 
 /// Loads all weights of a checkpoint. Looks at their values where they lie on the host; those of a model that the host
 /// runs must fit into its memory.
-Result<Weights> load(const checkpoint::ModelSource& source, Place place, bool runs_on_host) {
+Result<Weights> load(const checkpoint::ModelSource& source, Place place, bool runs_on_host,
+                     const WeightsProgress& progress = {}) {
   CF_TRY_ASSIGN(checkpoint::LoadedModel loaded, source.outline());
   if (runs_on_host) {
     const auto needed = double(loaded.bytes());
     CF_TRY(check_total_memory(needed, loaded.config.name + ": the weights need " + gigabytes(needed)));
   }
-  if (place == Place::host) CF_TRY(source.fill(loaded));
+  if (place == Place::host) CF_TRY(source.fill(loaded, progress));
   return Weights{std::move(loaded), place};
 }
 
-Weights open(const std::string& directory, bool for_gpu) {
+/// Tells a Python function of how far weights have come, and lets Python handle signals. Work without the GIL calls it.
+class Teller {
+ public:
+  explicit Teller(const nb::object& progress) : progress_(progress) {}
+  Status operator()(std::int64_t done_bytes, std::int64_t all_bytes) {
+    CF_TRY(interrupt_.check());
+    if (progress_.is_none() || interpreter_ends()) return {};
+    const nb::gil_scoped_acquire acquire;
+    PyObject* const told = PyObject_CallFunction(progress_.ptr(), "LL", static_cast<long long>(done_bytes),
+                                                 static_cast<long long>(all_bytes));
+    Py_XDECREF(told);
+    return told ? Status() : Status::error(Code::io_error, "progress failed");
+  }
+
+ private:
+  Interrupt interrupt_;
+  const nb::object& progress_;
+};
+
+/// The value of a Result, unless the Teller's function or a signal's handler has raised an exception.
+template <class T>
+T take_told(Result<T> made) {
+  if (PyErr_Occurred()) throw nb::python_error();
+  return take(std::move(made));
+}
+
+Weights open(const std::string& directory, bool for_gpu, const nb::object& progress) {
   checkpoint::guard_mapped_files();
-  return take([&]() -> Result<Weights> {
+  Teller tell(progress);
+  return take_told([&]() -> Result<Weights> {
     const WithoutGil without_gil;
     CF_TRY_ASSIGN(const checkpoint::ModelSource source, checkpoint::ModelSource::open({.directory = directory}));
-    return load(source, Place::host, !for_gpu);
+    return load(source, Place::host, !for_gpu, std::ref(tell));
   }());
 }
 
@@ -53,26 +82,15 @@ Weights preset(const std::string& name, const std::string& dtype, std::uint64_t 
   const std::optional<DType> stored = dtype_from_string(dtype);
   if (!stored || (*stored != DType::f16 && *stored != DType::bf16 && *stored != DType::f32))
     refuse("dtype: expected float16, bfloat16 or float32, got '" + dtype + "'");
-  Interrupt interrupt;
-  const auto tell = [&](std::int64_t made_bytes, std::int64_t all_bytes) -> Status {
-    CF_TRY(interrupt.check());
-    if (progress.is_none() || interpreter_ends()) return {};
-    const nb::gil_scoped_acquire acquire;
-    PyObject* const told = PyObject_CallFunction(progress.ptr(), "LL", static_cast<long long>(made_bytes),
-                                                 static_cast<long long>(all_bytes));
-    Py_XDECREF(told);
-    return told ? Status() : Status::error(Code::io_error, "progress failed");
-  };
-  Result<Weights> made = [&]() -> Result<Weights> {
+  Teller tell(progress);
+  return take_told([&]() -> Result<Weights> {
     const WithoutGil without_gil;
     CF_TRY_ASSIGN(const checkpoint::ModelSource source,
                   checkpoint::ModelSource::open({.preset = name, .dtype = *stored, .seed = seed}));
-    CF_TRY_ASSIGN(checkpoint::LoadedModel loaded, source.load(tell));
+    CF_TRY_ASSIGN(checkpoint::LoadedModel loaded, source.load(std::ref(tell)));
     loaded.notes = {name + ": procedural weights, made of random numbers and not trained"};
     return Weights{std::move(loaded), Place::host, true};
-  }();
-  if (PyErr_Occurred()) throw nb::python_error();
-  return take(std::move(made));
+  }());
 }
 
 checkpoint::TensorEntry entry_of(std::string name, const MemoryTensor& tensor) {
@@ -184,8 +202,12 @@ void bind_weights(nb::module_& m) {
       "config"_a, "Raises ValueError for a config.json's text of a model that the library does not have.");
   nb::class_<Weights>(m, "Weights", "A model's weights, shared by all that step them and never copied.")
       .def_static(
-          "open", &open, "directory"_a, nb::kw_only(), "for_gpu"_a = false,
-          "Maps a checkpoint directory, dense or GPTQ. Raises FileNotFoundError for a directory that is missing "
+          "open", &open, "directory"_a, nb::kw_only(), "for_gpu"_a = false, "progress"_a = nb::none(),
+          nb::sig("def open(directory: str, *, for_gpu: bool = False, "
+                  "progress: collections.abc.Callable[[int, int], object] | None = None) -> Weights"),
+          "Maps a checkpoint directory, dense or GPTQ, and looks at all values. `progress` is told the bytes that were "
+          "looked at and those of all weights, after each tensor. Raises FileNotFoundError for a directory that is "
+          "missing "
           "or holds no checkpoint, ValueError for one that is damaged or has a weight that is not finite, and, but for "
           "a GPU, MemoryError for one that is larger than this machine's memory.")
       .def_static("preset", &preset, "name"_a, "dtype"_a = "float16", "seed"_a = 0, "progress"_a = nb::none(),

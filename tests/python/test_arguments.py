@@ -285,7 +285,8 @@ def test_long_work_tells_its_progress(checkpoints: pathlib.Path, monkeypatch: py
     model.generate_batch([[1, 2], [3], [4]], max_new_tokens=6, stop=(), slots=2)
     model.perplexity(list(range(100)), context=10)
     model.score([list(range(9 + i)) for i in range(6)])
-    assert set(told) == {"making the weights of pythia-14m", "continuing 3 prompts", "scoring", "scoring 6 prompts"}
+    of_weights = {"making the weights of pythia-14m", "reading neox-d80"}
+    assert set(told) == of_weights | {"continuing 3 prompts", "scoring", "scoring 6 prompts"}
     for steps in told.values():
         done, totals = [d for d, _ in steps], {t for _, t in steps}
         assert len(steps) >= 6 and done == sorted(done) and totals == {done[-1]}
@@ -426,3 +427,16 @@ def test_threads_spin_shortly_unless_the_environment_says_how_they_wait(
     assert policy in (None, shown["OMP_WAIT_POLICY"]) and spins in (None, shown["GOMP_SPINCOUNT"])
     # Children and packages that are imported later see nothing of it.
     assert done.stdout.split() == [str(said.get(name)) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")]
+
+
+def test_opening_a_checkpoint_tells_how_far_it_has_come(checkpoints: pathlib.Path) -> None:
+    told: list[tuple[int, int]] = []
+    weights = _core.Weights.open(str(checkpoints / "neox-d80"), progress=lambda done, all: told.append((done, all)))
+    assert told == sorted(told) and len(told) > 10
+    assert {all for _, all in told} == {weights.bytes} and told[-1][0] == weights.bytes
+
+    def fails(done: int, all: int) -> None:
+        raise ZeroDivisionError("a callback's own mistake")
+
+    with pytest.raises(ZeroDivisionError, match="own mistake"):
+        _core.Weights.open(str(checkpoints / "neox-d80"), progress=fails)

@@ -221,6 +221,24 @@ def test_stop_texts_meet_the_borders_of_tokens_and_of_characters(model: cf_ops.M
         assert batch.finish == "length" or stop not in tokenizer.decode(batch.ids[:-1])
 
 
+def test_an_echo_has_the_prompts_logprobs(model: cf_ops.Model) -> None:
+    prompts = [model.encode(PROMPT), [5], model.encode("import os")]
+    made = model.generate_batch(prompts, n=2, max_new_tokens=2, echo=True, logprobs=2)
+    for prompt, one, other in zip(prompts, made[::2], made[1::2]):
+        assert one.prompt_logprobs is not None and one.prompt_top_logprobs is not None
+        assert len(one.prompt_logprobs) == len(one.prompt_top_logprobs) == len(prompt)
+        assert one.prompt_logprobs[0] is None and one.prompt_top_logprobs[0] is None
+        assert (one.prompt_logprobs, one.prompt_top_logprobs) == (other.prompt_logprobs, other.prompt_top_logprobs)
+        if len(prompt) > 1:
+            (scored,) = model.score([prompt], top=2)
+            assert one.prompt_logprobs[1:] == scored.log_probs.tolist()
+            assert [list(top) for top in one.prompt_top_logprobs[1:] if top] == scored.top_ids.tolist()
+    generation = model.generate(PROMPT, max_new_tokens=1, echo=True, logprobs=0)
+    assert list(generation)[0] == PROMPT and generation.result.prompt_logprobs == made[0].prompt_logprobs
+    assert model.generate_batch([PROMPT], max_new_tokens=1, echo=True)[0].prompt_logprobs is None
+    assert model.generate_batch([PROMPT], max_new_tokens=1, logprobs=1)[0].prompt_logprobs is None
+
+
 def test_echo_gives_the_prompt_first(model: cf_ops.Model, checkpoints: pathlib.Path, tmp_path: pathlib.Path) -> None:
     plain = model.generate_batch([PROMPT], max_new_tokens=8)[0]
     generation = model.generate(PROMPT, max_new_tokens=8, echo=True)

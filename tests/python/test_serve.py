@@ -279,7 +279,7 @@ def test_what_changes_the_logits(server: Server, model: cf_ops.Model) -> None:
             {"extra_body": {"nvext": {"annotations": ['logit_bias:{"5000": 1}']}}},
             "logit_bias: expected ids of 0 to 2047",
         ),
-        ({"echo": True}, "echo: expected none"),
+        ({"echo": True, "stop": ["x"]}, "echo: expected it without texts of stop"),
         ({"best_of": 2}, "best_of: expected 1"),
         ({"temperature": 3}, "emperature must be between 0 and 2, got 3"),
         ({"prompt": ""}, "empty"),
@@ -292,6 +292,29 @@ def test_a_refusal_says_what_was_expected(server: Server, options: dict[str, Any
         server.complete(**{"prompt": PROMPT, "max_tokens": 4} | options)
     assert message in caught.value.body["message"]
     assert "\n" not in caught.value.body["message"]
+
+
+def test_an_echo_has_the_prompt_and_its_logprobs(server: Server, root: pathlib.Path) -> None:
+    model = cf_ops.load(root / "data" / "checkpoints" / "stdlib-4m")
+    ids = model.encode(PROMPT)
+    (scored,) = model.score([ids], top=2)
+    plain = server.complete(PROMPT, max_tokens=3, temperature=0, logprobs=2).choices[0]
+    for n in (1, 2):
+        drawn = {"temperature": 0.9, "seed": 1} if n > 1 else {"temperature": 0}  # as the front end asks for
+        made = server.complete(PROMPT, max_tokens=3, logprobs=2, echo=True, n=n, **drawn)
+        assert made.usage is not None and made.usage.completion_tokens == (len(ids) + 3) * n
+        for choice in made.choices:
+            assert choice.text.startswith(PROMPT) and choice.logprobs is not None
+            assert n > 1 or choice.text == PROMPT + plain.text
+            logprobs = choice.logprobs.token_logprobs
+            assert len(logprobs) == len(ids) + 3 and logprobs[0] == 0
+            np.testing.assert_allclose(logprobs[1 : len(ids)], scored.log_probs, rtol=0, atol=1e-5)
+            assert n > 1 or logprobs[len(ids) :] == plain.logprobs.token_logprobs
+            likeliest = [list(top.values()) for top in choice.logprobs.top_logprobs[1 : len(ids)]]
+            for values, expected in zip(likeliest, scored.top_log_probs):
+                np.testing.assert_allclose(sorted(values)[-1], max(expected), rtol=0, atol=1e-5)
+    assert server.complete(PROMPT, max_tokens=3, temperature=0, echo=True).choices[0].text == PROMPT + plain.text
+    assert server.complete([5], max_tokens=1, temperature=0, echo=True, logprobs=0).choices[0].logprobs is not None
 
 
 def test_another_model_is_not_found(server: Server) -> None:

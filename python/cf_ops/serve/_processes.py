@@ -55,6 +55,9 @@ def declare_worker(parser: argparse.ArgumentParser) -> None:
         help="what runs may take so long to end after SIGTERM (60)",
     )
     program.add_serving(parser)
+    parser.add_argument(
+        "--echo", action="store_true", help="on a GPU: one slot more, for log-probabilities of prompts (echo)"
+    )
     parser.add_argument("--name", help="what clients call the model; the folder's name when left out")
 
 
@@ -256,7 +259,7 @@ class Server:
         given += [("--capacity", args.capacity), ("--queue", args.queue), ("--drain", args.drain)]
         given += [("--pages", args.pages), ("--page-entries", args.page_entries), ("--step-tokens", args.step_tokens)]
         given += [("--name", self._name)]
-        flags = [("--share-prefixes", args.share_prefixes), ("--invariant", args.invariant)]
+        flags = [("--share-prefixes", args.share_prefixes), ("--invariant", args.invariant), ("--echo", args.echo)]
         words = [word for name, value in given if value is not None for word in (name, str(value))]
         return words + [name for name, is_set in flags if is_set]
 

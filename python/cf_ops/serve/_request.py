@@ -20,10 +20,8 @@ _UNSUPPORTED: dict[str, dict[str, Any]] = {
         "guided_decoding": None,
     },
     "stop_conditions": {"max_thinking_tokens": None},
-    "output_options": {"prompt_logprobs": None},
 }
 _BIAS = "logit_bias:"
-_NAMES = {"prompt_logprobs": "echo"}  # where the client calls it otherwise
 
 
 class Refused(ValueError):
@@ -31,10 +29,12 @@ class Refused(ValueError):
 
 
 class Asked(NamedTuple):
-    """A request. prompt: its ids. options: the arguments of Decoder.add() for each choice."""
+    """A request. prompt: its ids. options: the arguments of Decoder.add() for each choice. echo: whether the prompt comes
+    back first, with log-probabilities where the options have them."""
 
     prompt: list[int]
     options: list[dict[str, Any]]
+    echo: bool = False
 
 
 def read_request(request: Mapping[str, Any], capacity: int) -> Asked:
@@ -49,8 +49,7 @@ def read_request(request: Mapping[str, Any], capacity: int) -> Asked:
         for name, value in neutral.items():
             if given.get(name) not in (None, value):
                 expected = "none" if value is None else value
-                asked = _NAMES.get(name, name)
-                raise Refused(f"{asked}: expected {expected}, since this server has no other, got {given[name]!r}")
+                raise Refused(f"{name}: expected {expected}, since this server has no other, got {given[name]!r}")
     prompt = list(request["token_ids"])
     room = capacity + 1 - len(prompt)  # the last new id needs no entry
     if room < 1:
@@ -76,6 +75,9 @@ def read_request(request: Mapping[str, Any], capacity: int) -> Asked:
     choices = 1 if sampling.get("n") is None else sampling["n"]
     if not 1 <= choices <= MOST_CHOICES:
         raise Refused(f"n: expected 1 to {MOST_CHOICES}, got {choices}")
+    echo = (request.get("output_options") or {}).get("prompt_logprobs") is not None  # as the front end calls it
+    if echo and stop.get("stop"):
+        raise Refused("echo: expected it without texts of stop, which the prompt may have, got both")
     seed = sampling.get("seed")
     options = _draw(sampling) | {
         "seed": int.from_bytes(os.urandom(8), "little") if seed is None else seed % 2**64,
@@ -85,7 +87,7 @@ def read_request(request: Mapping[str, Any], capacity: int) -> Asked:
         "logit_bias": _logit_bias(request.get("annotations") or ()),
         "logprobs": (request.get("output_options") or {}).get("logprobs"),
     }
-    return Asked(prompt, [options | {"id": choice} for choice in range(choices)])
+    return Asked(prompt, [options | {"id": choice} for choice in range(choices)], echo)
 
 
 def _draw(sampling: Mapping[str, Any]) -> dict[str, Any]:
