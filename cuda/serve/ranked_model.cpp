@@ -3,12 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
-#include <functional>
-#include <mutex>
 #include <optional>
-#include <thread>
 #include <utility>
 
 #include "core/contract.hpp"
@@ -16,11 +11,10 @@
 #include "core/model/score.hpp"
 #include "cuda/comm/communicator.hpp"
 #include "cuda/runtime/check.hpp"
+#include "cuda/serve/rank_threads.hpp"
 
 namespace cf::cuda {
 namespace {
-
-constexpr std::string_view kName = "model";
 
 /// Makes a device the calling thread's for as long as this object lives.
 class OnDevice {
@@ -35,128 +29,6 @@ class OnDevice {
 
  private:
   int before_ = 0;
-};
-
-/// A thread for each rank but the first, whose work the caller's thread does.
-class RankThreads {
- public:
-  using Work = std::function<void(int rank)>;
-
-  explicit RankThreads(std::vector<int> devices) : devices_(std::move(devices)) {
-    for (int rank = 1; rank < int(devices_.size()); ++rank) threads_.emplace_back([this, rank] { serve(rank); });
-  }
-  RankThreads(const RankThreads&) = delete;
-  RankThreads& operator=(const RankThreads&) = delete;
-  ~RankThreads() {
-    each({});
-    for (std::thread& t : threads_) t.join();
-  }
-
-  /// Runs work(rank) for all ranks at the same time, each with its device as the thread's, and waits for all. An empty
-  /// work ends the threads.
-  void each(const Work& work) {
-    work_ = &work;
-    running_.store(int(threads_.size()));
-    number_.fetch_add(1);
-    number_.notify_all();
-    if (work) {
-      const OnDevice here(devices_[0]);
-      work(0);
-    }
-    for (int left = running_.load(); left > 0; left = running_.load()) running_.wait(left);
-  }
-
- private:
-  void serve(int rank) {
-    (void)cudaSetDevice(devices_[std::size_t(rank)]);
-    for (unsigned seen = 0;; ++seen) {
-      number_.wait(seen);
-      const Work& work = *work_;
-      const bool ends = !work;
-      if (!ends) work(rank);
-      if (running_.fetch_sub(1) == 1) running_.notify_one();
-      if (ends) return;
-    }
-  }
-
-  std::vector<int> devices_;
-  const Work* work_ = nullptr;
-  std::atomic<unsigned> number_ = 0;  // of the work that is asked for
-  std::atomic<int> running_ = 0;      // threads that have not done it
-  std::vector<std::thread> threads_;
-};
-
-/// What rank 0 decides in a call, in turn, for all ranks.
-class Decisions {
- public:
-  void begin() {
-    const std::lock_guard lock(mutex_);
-    made_.clear();
-    ended_ = false;
-  }
-  void make(Status decision) {
-    const std::lock_guard lock(mutex_);
-    made_.push_back(std::move(decision));
-    changed_.notify_all();
-  }
-  /// Rank 0's call has returned: it decides no more.
-  void end() {
-    const std::lock_guard lock(mutex_);
-    ended_ = true;
-    changed_.notify_all();
-  }
-  Status wait(std::size_t which) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return ended_ || made_.size() > which; });
-    if (made_.size() > which) return made_[which];
-    return Status::error(Code::device_error, std::string(kName) + ": rank 0 has ended its call");
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<Status> made_;
-  bool ended_ = false;
-};
-
-/// Where the threads of a call wait for each other.
-class Meetings {
- public:
-  explicit Meetings(std::size_t ranks) : calls_(ranks, 0), ended_(ranks, false) {}
-  void begin() {
-    const std::lock_guard lock(mutex_);
-    std::ranges::fill(calls_, 0);
-    std::fill(ended_.begin(), ended_.end(), false);
-  }
-  /// A rank's call has returned: it meets no one any more.
-  void end(std::size_t rank) {
-    const std::lock_guard lock(mutex_);
-    ended_[rank] = true;
-    changed_.notify_all();
-  }
-  /// Waits until all have called this as often as this rank.
-  Status meet(std::size_t rank) {
-    std::unique_lock lock(mutex_);
-    const std::size_t number = ++calls_[rank];
-    changed_.notify_all();
-    const auto has_come = [&](std::size_t r) { return calls_[r] >= number; };
-    changed_.wait(lock, [&] {
-      for (std::size_t r = 0; r < calls_.size(); ++r)
-        if (!has_come(r) && !ended_[r]) return false;
-      return true;
-    });
-    for (std::size_t r = 0; r < calls_.size(); ++r)
-      if (!has_come(r))
-        return Status::error(Code::device_error,
-                             std::string(kName) + ": rank " + std::to_string(r) + " has ended its call");
-    return {};
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<std::size_t> calls_;  // by rank
-  std::vector<bool> ended_;
 };
 
 /// The most bytes of a rank's part that a step sums, a hidden state of each of its tokens; or, of all ranks together, that
@@ -181,9 +53,18 @@ struct RankedModel::State {
         meetings(d.size()),
         decided(d.size(), 0),
         rows(d.size()),
-        threads(devices) {}
+        threads(int(d.size()), [this](int rank) { (void)cudaSetDevice(devices[std::size_t(rank)]); }) {}
   ~State() {
-    threads.each([&](int rank) { models[std::size_t(rank)].reset(); });
+    on_all([&](int rank) { models[std::size_t(rank)].reset(); });
+  }
+
+  /// Runs work(rank) for all ranks at the same time, each with its device as the thread's.
+  void on_all(const RankThreads::Work& work) {
+    threads.each([&](int rank) {
+      if (rank > 0) return work(rank);
+      const OnDevice here(devices[0]);
+      work(0);
+    });
   }
 
   /// Asks all ranks at the same time. The first rank's Status, where all are ok or all refuse: then nothing has
@@ -195,7 +76,7 @@ struct RankedModel::State {
     decisions.begin();
     std::fill(decided.begin(), decided.end(), 0);
     meetings.begin();
-    threads.each([&](int rank) {
+    on_all([&](int rank) {
       answers[std::size_t(rank)] = ask(*models[std::size_t(rank)], std::size_t(rank));
       if (rank == 0) decisions.end();
       meetings.end(std::size_t(rank));
@@ -242,7 +123,7 @@ Result<std::unique_ptr<RankedModel>> RankedModel::create(std::span<const int> de
   s.communicator = std::move(communicator);
   s.communicator->set_meetings([&s](int rank) { return s.meetings.meet(std::size_t(rank)); });
   std::vector<Status> made(devices.size());
-  s.threads.each([&](int rank) {
+  s.on_all([&](int rank) {
     Result<std::unique_ptr<Model>> model = Model::create(s.communicator->context(rank), name, spec, weights, options);
     made[std::size_t(rank)] = model.status();
     if (model) s.models[std::size_t(rank)] = std::move(*model);

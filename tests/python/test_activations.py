@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda_models import gpu
 
 import cf_ops
 from cf_ops import _activations, _core, _safetensors, _tap_names
@@ -317,3 +318,34 @@ def test_the_command(checkpoints: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert "| tap of 12 rows, float16 | shape of a row |" in done.stdout
     done = subprocess.run([*command, "--positions", "x"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "--positions: expected places such as 0,-1" in done.stderr
+
+
+@gpu
+@pytest.mark.parametrize("name", ["neox-d80", "neox-bf16", "llama-gqa3-scaled"])
+def test_on_a_gpu_prompts_that_share_passes_have_the_oracles(
+    name: str, checkpoints: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    model = cf_ops.load(checkpoints / name, device="cuda", slots=3, capacity=48)
+    prompts = [list(range(3, 12)), [5], list(range(40, 80)), list(range(20, 27)), [1, 2, 3]]
+    layers = model.config["num_hidden_layers"]
+    made = cf_ops.activations(model, prompts, out=tmp_path / "made", dtype="float32", rows_of_file=50)
+    assert made.taps == [f"hidden_states.{i}" for i in range(layers + 1)] and len(made) == 60
+    exact = cf_ops.activations(
+        cf_ops.load(checkpoints / name, activation="float64"), prompts, out=tmp_path / "exact", rows_of_file=50
+    )
+    weights = _core.Weights.open(str(checkpoints / name))
+    bounds = {
+        number: _core.Runner(weights, capacity=len(ids), activation="float64").error_bound(ids, model.activation)[0]
+        for number, ids in enumerate(prompts)
+    }
+    for about in ("ids", "prompt", "position"):
+        assert (made.rows(about) == exact.rows(about)).all()
+    for tap in made.taps:
+        for number, bound in bounds.items():
+            rows = np.flatnonzero(made.rows("prompt") == number)
+            ours, theirs = made.rows(tap, rows), exact.rows(tap, rows)
+            assert np.linalg.norm(ours - theirs) <= bound * np.linalg.norm(theirs), (tap, number)
+    # In the model's own 16 bits the same values.
+    own = cf_ops.activations(model, prompts, "hidden_states.1", out=tmp_path / "own", rows_of_file=50)
+    assert own.dtype == model.activation
+    np.testing.assert_array_equal(own.rows("hidden_states.1").astype(np.float32), made.rows("hidden_states.1"))

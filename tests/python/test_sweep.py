@@ -172,6 +172,29 @@ def test_a_corrupted_revision_and_a_copy_are_named(revision: Callable[..., pathl
     assert made.revisions[3].metrics == made.revisions[1].metrics
 
 
+def test_steps_of_a_training_are_told_apart(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Three steps of golden/tools/train_small.py, of which one is spoilt, and a copy."""
+    for package in ("torch", "transformers", "tokenizers", "safetensors"):
+        pytest.importorskip(package, reason=f"{package} is missing")
+    for step in (2, 8, 14):
+        command = [sys.executable, str(root / "golden" / "tools" / "train_small.py"), "--size", "tiny", "--batch", "2"]
+        command += ["--device", "cpu", "--steps", str(step), "--out", str(tmp_path / f"step{step}")]
+        command += ["--text-of", str(tmp_path / "step2")] if step > 2 else []
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+    shutil.copytree(tmp_path / "step2", tmp_path / "step20")
+    path = tmp_path / "step8" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-64] + b"\xff" * 64)  # NaN
+    ids = np.load(tmp_path / "step2" / "held_out.npy")[:512]
+    steps = [tmp_path / f"step{step}" for step in (2, 8, 14, 20)]
+    made = cf_ops.sweep(steps, {"ppl": lambda model: model.perplexity(ids, 64)}, out=tmp_path / "sweep.json")
+    named = faults(made)
+    assert set(named) == {"step8", "step20"}
+    assert "expected a finite number" in named["step8"] and named["step20"] == f"all tensors are those of {steps[0]}"
+    losses = [row.metrics.get("ppl.perplexity") for row in made.revisions]
+    assert losses[1] is None and losses[0] == losses[3] and losses[2] < losses[0]
+
+
 def test_other_ways_to_be_wrong_are_named(revision: Callable[..., pathlib.Path], checkpoints: pathlib.Path) -> None:
     def of_another_run(tensors: dict[str, np.ndarray[Any, Any]]) -> None:
         for seed, (name, elements) in enumerate(tensors.items()):
