@@ -13,8 +13,8 @@ namespace cf::ops {
 ///   n = kv_len[b] - count + i + 1                         the number of keys that the run's query i sees
 ///   s[j] = scale * q[r + i, h, :] . k_cache[b, g, j, :]   for j < n
 ///   y[r + i, h, :] = sum_j softmax(s)[j] * v_cache[b, g, j, :]
-/// The softmax is float32 or wider, whatever the dtype; its weights may then be rounded to y's dtype. Cache entries at
-/// kv_len[b] and beyond are never read. The results of an idle sequence, whose kv_len is kIdleLength, are NaN.
+/// The softmax is float32 or wider, whatever the dtype. Cache entries at kv_len[b] and beyond are never read. The
+/// results of an idle sequence, whose kv_len is kIdleLength, are NaN.
 /// With a window a query sees the newest `window` of its n keys, its own among them, and the first `sinks`: j < sinks
 /// or j >= n - window. The scores of j < sinks are those of q_sinks in the place of q. max_kv_len may then be beyond
 /// the capacity, where the cache is a stream's (KvAppend).

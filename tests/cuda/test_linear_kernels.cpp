@@ -98,9 +98,10 @@ std::string expected(const Place& p, const Call& c) {
   }
   const bool is_odd = c.packing->in_rope_order && (c.epilogue == Epilogue::residual || c.epilogue == Epilogue::swiglu);
   const bool in_order = c.packing->bits == 4 && !c.packing->has_order;
-  const bool in_quads = in_order && !c.packing->in_rope_order && c.in % 2048 == 0 && p.arch.compute_capability == 90;
-  if (half && hopper && aligned && c.tokens >= 17 && !(in_quads && c.tokens <= 32) && !is_odd &&
-      (in_order || p.scratch))
+  // Parts of four chunks, which the kernel of four rows has, and of three.
+  const bool in_quads = c.in % 2048 == 0 && !c.packing->in_rope_order, in_threes = c.in == 2560 || c.in == 10240;
+  const bool wide = in_order && c.tokens <= 32 && (in_quads || in_threes) && p.arch.compute_capability == 90;
+  if (half && hopper && aligned && c.tokens >= 17 && !wide && !is_odd && (in_order || p.scratch))
     return c.tokens <= 128 ? "wgmma_packed" : "tiles_packed";
   const bool fits = c.packing->fits_f16 || c.activation != DType::f16;
   return library && c.tokens > 64 && fits ? "cublaslt_packed" : "packed";

@@ -797,6 +797,19 @@ TEST_CASE("linear of 4 bits: which calls the wide kernel takes; its blocks have 
   groups_of_64.columns_per_group = 64;
   CHECK(gptq_sizes(whole, 16).in_quads);
   for (const GptqLayout& other : {ordered, last_chunk, groups_of_64}) CHECK_FALSE(gptq_sizes(other, 16).in_quads);
+  // It comes before wgmma where its parts have three or four chunks.
+  for (auto [chunks, in_quads, first] : {std::tuple{40, false, true},
+                                         {48, false, true},
+                                         {80, false, true},
+                                         {56, false, false},
+                                         {64, false, false},
+                                         {64, true, true},
+                                         {10, false, false}})
+    for (std::int64_t tokens : {8, 9, 17, 32, 33}) {
+      CAPTURE(chunks, in_quads, tokens);
+      CHECK(gptq_wide_comes_first(kH200, {160, chunks, 4, false, in_quads}, tokens) ==
+            (first && tokens > 8 && tokens <= 32));
+    }
   // Calls of as many tokens as a launch takes and of more: the last launch has what is left, by the same plan.
   std::vector<std::int64_t> launches;
   REQUIRE(for_each_gptq_launch(kH200, sizes, 35, [&](std::int64_t first, const GptqPlan& p) {

@@ -19,16 +19,12 @@ struct RingBarriers {
 /// warp w holds rows 16w + g and 16w + g + 8, as wgmma() has them. Each start_ function issues its products as one
 /// wgmma group. Until the caller has waited for the group and called the matching end_ function, nothing may touch the
 /// group's registers. Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
-/// Weights are rounded to T. Those of the first tile of keys have a second part, the rest of the rounding: rows that
-/// see few keys have the largest results, and the roundings of few weights do not average out. Source: TRIALS.md,
-/// weights-in-parts.
 template <class T, int HeadDim>
 struct WarpgroupRows {
   static constexpr int kKeySteps = kWgmmaKeys / 16;
-  /// The softmax weights of a tile's keys, each rounded to T, in operands of 16 keys. The state's sums are of the
-  /// weights before they are rounded.
+  /// The softmax weights of a tile's keys, split by SplitWeights, in operands of 16 keys.
   struct Weights {
-    Fragment of[kKeySteps];
+    Fragment high[kKeySteps], low[kKeySteps];
   };
 
   Fragment q[HeadDim / 16];
@@ -52,22 +48,14 @@ struct WarpgroupRows {
   /// Starts the weights' products with a tile of values.
   __device__ void start_values(const unsigned char* tile) {
     keep_operands();
-    multiply(weights, tile);
-  }
-  /// Adds the products of what the rounding of the latest weights has left. The scores are these weights still.
-  __device__ void add_rests(const unsigned char* tile) {
-    Weights rests;
+    wgmma_fence();
+    const std::uint64_t v = tile_across_k(tile, kWgmmaTileBytes);
 #pragma unroll
-    for (int i = 0; i < kWgmmaKeys / 4; ++i)
-      rests.of[i / 4].a[i % 4] = SplitWeights<T>(scores[2 * i], scores[2 * i + 1]).low;
-    keep_in_registers(values);
-#pragma unroll
-    for (int j = 0; j < kKeySteps; ++j) keep_in_registers(rests.of[j].a);
-    multiply(rests, tile);
-    wgmma_wait<0>();
-    keep_in_registers(values);
-#pragma unroll
-    for (int j = 0; j < kKeySteps; ++j) keep_in_registers(rests.of[j].a);
+    for (int j = 0; j < kKeySteps; ++j) {
+      wgmma_across(values, weights.high[j].a, v + j * kWgmmaRows, T{});
+      wgmma_across(values, weights.low[j].a, v + j * kWgmmaRows, T{});
+    }
+    wgmma_commit();
   }
   __device__ void end_values() { keep_operands(); }
 
@@ -97,14 +85,20 @@ struct WarpgroupRows {
           state[r], scale, [&](int i) -> float& { return score(r, i); }, [&](float f) { factor[r] = f; });
     Weights next;
 #pragma unroll
-    for (int i = 0; i < kWgmmaKeys / 4; ++i)
-      next.of[i / 4].a[i % 4] = SplitWeights<T>(scores[2 * i], scores[2 * i + 1]).high;
+    for (int i = 0; i < kWgmmaKeys / 4; ++i) {
+      const SplitWeights<T> split(scores[2 * i], scores[2 * i + 1]);
+      next.high[i / 4].a[i % 4] = split.high;
+      next.low[i / 4].a[i % 4] = split.low;
+    }
     return next;
   }
   /// Makes these the weights of the next products with values. `zero` is copy_registers()'s.
   __device__ void set_weights(const Weights& next, std::uint32_t zero) {
 #pragma unroll
-    for (int j = 0; j < kKeySteps; ++j) copy_registers(weights.of[j].a, next.of[j].a, zero);
+    for (int j = 0; j < kKeySteps; ++j) {
+      copy_registers(weights.high[j].a, next.high[j].a, zero);
+      copy_registers(weights.low[j].a, next.low[j].a, zero);
+    }
   }
   /// Waits for the products with values, and brings these to the maxima of the latest scores. They are multiplied even
   /// where no maximum grew: a warp that alone skipped this might go on in a copy of the code, and the warps of a
@@ -133,14 +127,10 @@ struct WarpgroupRows {
   __device__ void keep_operands() {
     keep_in_registers(values);
 #pragma unroll
-    for (int j = 0; j < kKeySteps; ++j) keep_in_registers(weights.of[j].a);
-  }
-  __device__ void multiply(const Weights& by, const unsigned char* tile) {
-    wgmma_fence();
-    const std::uint64_t v = tile_across_k(tile, kWgmmaTileBytes);
-#pragma unroll
-    for (int j = 0; j < kKeySteps; ++j) wgmma_across(values, by.of[j].a, v + j * kWgmmaRows, T{});
-    wgmma_commit();
+    for (int j = 0; j < kKeySteps; ++j) {
+      keep_in_registers(weights.high[j].a);
+      keep_in_registers(weights.low[j].a);
+    }
   }
 };
 
@@ -289,14 +279,12 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
       return rows.weigh_scores(c.scale, masked, visible, nullptr);
     }
   };
-  // The tile of values, once it is there.
-  const auto values_of = [&](int tile) {
+  const auto start_values = [&](int tile) {
     wait_barrier(v_ring.full + v_slot.stage, v_slot.parity);
     if (tile == last && zeros) wait_barrier(zeros_stored, 0);
     if (has_window && tile == begin && hides_keys) wait_barrier(zeros_stored + has_window, 0);
-    return v_tiles + v_slot.stage * stage_bytes;
+    rows.start_values(v_tiles + v_slot.stage * stage_bytes);
   };
-  const auto start_values = [&](int tile) { rows.start_values(values_of(tile)); };
   const auto release_values = [&] {
     if (lane == 0) arrive(v_ring.empty + v_slot.stage);
     v_slot.next(stages);
@@ -306,7 +294,6 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
     start_scores();
     wgmma_wait<0>();
     rows.set_weights(weigh_scores(begin), zero);
-    if (begin == 0) rows.add_rests(values_of(0));
 #pragma unroll 1
     for (int tile = begin + 1; tile < tiles; ++tile) {
       start_scores();

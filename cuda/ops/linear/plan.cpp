@@ -129,7 +129,8 @@ Result<WgmmaPackedPlan> plan_wgmma_packed(const Target& target, const ops::Linea
   CF_TRY_ASSIGN(const PackedMatrix m, packed_of(a));
   const auto d = ops::Linear::dims(a);
   CF_TRY(leave(target.has_wgmma ? why_no_wgmma_packed(target.arch, d.tokens, d.in, d.rows(), a.x.dtype) : kNoWgmma));
-  if (gptq_takes_quads(target.arch, packed_sizes(target, a, m.layout), d.tokens)) return leave("takes more tokens");
+  if (!m.layout.has_order && gptq_wide_comes_first(target.arch, packed_sizes(target, a, m.layout), d.tokens))
+    return leave("takes more tokens");
   CF_TRY(check_packed_on_wgmma(target, a, m.layout));
   return wgmma_packed_plan(target.arch, m.layout, d.tokens, d.rows());
 }

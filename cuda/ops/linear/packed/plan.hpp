@@ -383,11 +383,14 @@ constexpr bool gptq_is_wide(const Arch& arch, const GptqSizes& m, std::int64_t c
 }
 static_assert(kH200Tuning.class_of(kGptqRegisterTokens).last == kGptqRegisterTokens);
 
-/// With a matrix in quads the wide kernel takes calls of up to so many tokens, before Hopper's wgmma. For 32 tokens a
-/// layer's products of Llama-3.1-8B take two launches 98 us on an H200, and wgmma 132.
-inline constexpr std::int64_t kGptqQuadTokens = 2 * kGptqWideTokens;
-constexpr bool gptq_takes_quads(const Arch& arch, const GptqSizes& m, std::int64_t call_tokens) {
-  return m.in_quads && call_tokens <= kGptqQuadTokens && gptq_is_wide(arch, m, call_tokens);
+/// The wide kernel takes calls of up to so many tokens before Hopper's wgmma, where parts have three or four chunks:
+/// shorter parts are more, and so are the sums to add up. On an H200 a layer's products of 32 tokens take two launches
+/// 98 us with Llama-3.1-8B and 50 with Pythia-2.8B, and wgmma 132 and 53.
+inline constexpr std::int64_t kGptqWideFirst = 2 * kGptqWideTokens;
+constexpr bool gptq_wide_comes_first(const Arch& arch, const GptqSizes& m, std::int64_t call_tokens) {
+  const int parts = kGptqParts * gptq_split(m.chunks, kGptqWideChunks);
+  return call_tokens <= kGptqWideFirst && gptq_is_wide(arch, m, call_tokens) &&
+         (m.in_quads || (m.chunks + parts - 1) / parts == kGptqWideChunks);
 }
 
 /// Calls f(first, plan) for every launch of linear's own kernels with a packed GPTQ weight, which takes tokens [first,

@@ -84,8 +84,8 @@ __device__ void copy_steps(const Ring& ring, const Steps& steps, const CUtensorM
 }
 
 /// A warpgroup's sums of 64 rows of a dense weight for Tokens tokens, over `count` steps of the ring from `slot` on. Up
-/// to 64 tokens it waits for a step's products at once: they are short beside the step's copies, and the stage that they
-/// release is asked for again before the next one has come.
+/// to 64 tokens it waits for a step's products at once: they are short beside the step's copies, and the stage that
+/// they release is asked for again before the next one has come.
 template <class T, int Tokens>
 __device__ void multiply_steps(const WgmmaRing<Tokens>& ring, int count, RingSlot& slot, float (&sum)[Tokens / 2]) {
   constexpr bool at_once = Tokens <= 64;
