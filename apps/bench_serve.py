@@ -98,7 +98,7 @@ def time_decoder(args, path):
 
         for warm in (True, False):
             start = time.perf_counter()
-            end = start + (min(5, args.seconds) if warm else args.seconds)
+            end = start + (min(2, args.seconds) if warm else args.seconds)
             first_ids, count = [], 0
             while (now := time.perf_counter()) < end:
                 while len(left) < args.clients:
@@ -233,7 +233,7 @@ class Server:
 
 
 def time_http(args, server, vocab_size):
-    clients(args, server.port, server.name, vocab_size, min(5, args.seconds))
+    clients(args, server.port, server.name, vocab_size, min(2, args.seconds))
     begun = time.time()
     made = clients(args, server.port, server.name, vocab_size, args.seconds)
     taken = max(start + seconds for start, _, seconds, _ in made) - begun
