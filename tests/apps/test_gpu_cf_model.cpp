@@ -323,6 +323,19 @@ TEST_CASE("cf-model info on the GPU: bytes, memory, slots and the impl that auto
   CHECK(on_gpu("info --preset pythia-14m --impl unfused").out.find("unfused for 1 to 1024 slots") != std::string::npos);
 }
 
+TEST_CASE("cf-model memorize on the GPU: an invariant model's results do not depend on the slots",
+          "[gpu][cf-model][memorize]") {
+  const TempDir dir;
+  const std::string trained = CF_DATA_DIR "/checkpoints/stdlib-4m";
+  const std::string common = "memorize --model '" + trained + "' --tokens '" + trained +
+                             "/held_out.npy' --row 64 --count 40 --invariant --csv '";
+  on_gpu(common + (dir / "one.csv") + "' --slots 1");
+  on_gpu(common + (dir / "many.csv") + "' --slots 16");
+  const std::string made = read_file(dir / "one.csv");
+  CHECK(std::ranges::count(made, '\n') == 41);
+  CHECK(read_file(dir / "many.csv") == made);
+}
+
 TEST_CASE("cf-model on the GPU refuses bad input in one line", "[gpu][cf-model][bad]") {
   const std::string generate = "generate " + d80;
   check_refusal(generate + "--prompt-ids 1 --activation float32", "--activation: expected with --backend cpu");
