@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "cuda/device/address.cuh"
+#include "cuda/device/overwrite.cuh"
 
 namespace cf::cuda {
 
@@ -28,10 +29,6 @@ __device__ inline void copy_bulk(std::uint32_t to, const void* from, int bytes, 
 __device__ inline void copy_bulk(void* to, const void* from, int bytes, std::uint64_t* barrier) {
   copy_bulk(shared_address(to), from, bytes, shared_address(barrier));
 }
-
-/// Orders this thread's plain accesses to shared memory before the bulk copies that others start once they have heard
-/// of it: the copies may overwrite what it has stored.
-__device__ inline void let_copies_overwrite() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 /// Bulk prefetch: asks the copy engine to bring `bytes` bytes from device memory into the L2. Nothing tells when they
 /// are there. The size and the address are multiples of 16.
