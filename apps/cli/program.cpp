@@ -79,7 +79,16 @@ std::string shell_command(int argc, const char* const* argv) {
   return shell_command(std::vector<std::string>(argv, argv + argc));
 }
 
+/// Gives the main thread's stack the pages that products of matrices take of it. A stack that has to grow where the
+/// process's memory has ended is a segmentation fault; at the start there is memory.
+[[gnu::noinline]] static void grow_stack() {
+  constexpr std::size_t page = 4096;
+  volatile char pages[std::size_t(512) << 10];
+  for (std::size_t i = 0; i < sizeof pages; i += page) pages[i] = 0;
+}
+
 int run_main(const std::function<int()>& body) {
+  grow_stack();
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
     if (::fcntl(stream, F_GETFD) == -1 && ::open("/dev/null", O_RDONLY) != stream) return kBadInput;
   let_waiting_threads_sleep();

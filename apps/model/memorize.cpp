@@ -215,9 +215,13 @@ Memorize::Memorize(CommandLine& line) {
   line.output("--json", json_, "Write the sums and the time as JSON");
   line.reads("--tokens");
   line.require("--tokens");
-  line.example("64 of 1024 ids' windows, with what an earlier run has done",
-               "cf-model memorize --model data/checkpoints/stdlib-4m \\\n"
-               "  --tokens data/checkpoints/stdlib-4m/held_out.npy --row 64 --count 64 --csv memorized.csv");
+  line.example("64 sequences of a .npy file",
+               "cf-model memorize --model data/checkpoints/stdlib-4m --row 64 \\\n"
+               "  --tokens data/checkpoints/stdlib-4m/held_out.npy --count 64");
+  line.example("Those that are continued word for word, in a report",
+               "cf-model memorize --model data/checkpoints/stdlib-4m --row 32 \\\n"
+               "  --tokens data/checkpoints/stdlib-4m/held_out.npy --context 16 \\\n"
+               "  --continuation 8 --count 16 --exact-only --json /tmp/cf-memorized.json");
   line.notes(
       "The score is that of EleutherAI/pythia's eval_memorization.py: the share of equal ids, position by position.");
   line.check([&line, this](Faults& faults) {

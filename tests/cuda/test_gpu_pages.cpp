@@ -125,14 +125,14 @@ OP_TEST_CASE("On the GPU runs of any number and length append to pages of their 
 OP_TEST_CASE("On the GPU steps of 1 to 300 runs of up to 65 rows agree with the oracle at every boundary of a page",
              "[gpu][pages][runs]", std::tuple<ops::KvAppend, ops::RopeAppend, ops::Attention>) {
   constexpr bool is_attention = std::is_same_v<TestType, ops::Attention>;
-  const ModelConfig model = is_attention ? model_of(2, 80, 20, 24) : models()[1];
+  const ModelConfig model = model_of(2, 80, 20, 24);
   for (std::int64_t page : {64, 128})
     for (std::int64_t most : {1, 63, 64, 65})
       for (std::int64_t count : {1, 2, 7, 40, 300}) {
         if (count == 300 && most > 1) continue;
         // Lengths of 1 or more about a page's end, and of more than two pages.
         for (std::int64_t kv_len : {page - 1, page, page + 1, 2 * page + 1}) {
-          if (kv_len < most || (count > 7 && kv_len != page + 1)) continue;
+          if (kv_len < most || (count > 7 && kv_len != page + 1) || (count == 40 && page > 64)) continue;
           // Contiguous caches have other kernels for equal runs.
           check_pages_on_device<TestType>(runs_of(model, DType::f16, count, most, kv_len), page,
                                           {.same_bits = !is_attention});

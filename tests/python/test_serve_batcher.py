@@ -77,6 +77,7 @@ def test_what_changes_logits_is_passed_on() -> None:
         16,
     )
     (options,) = asked.options
+    assert not asked.echo and read_request(request(output_options={"prompt_logprobs": 1}), 16).echo
     assert (options["presence_penalty"], options["frequency_penalty"]) == (0.3, -1.5)
     assert (options["min_new_tokens"], options["logprobs"]) == (2, 3)
     assert options["logit_bias"] == [(5, -100.0), (7, 0.5)]
@@ -92,7 +93,10 @@ def test_what_changes_logits_is_passed_on() -> None:
         ({"sampling_options": {"best_of": 2}}, "best_of: expected 1.*got 2"),
         ({"sampling_options": {"guided_decoding": {"json": {}}}}, "guided_decoding: expected none"),
         ({"sampling_options": {"n": 129}}, "n: expected 1 to 128, got 129"),
-        ({"output_options": {"prompt_logprobs": 1}}, "echo: expected none"),
+        (
+            {"output_options": {"prompt_logprobs": 1}, "stop_conditions": {"stop": ["x"]}},
+            "echo: expected it without texts of stop",
+        ),
         ({"ids": 17}, "prompt: expected at most 16 ids, the entries of a sequence, got 17"),
     ],
 )
