@@ -526,7 +526,7 @@ class BenchGpu(Scripts):
             self.refused(self.run_script("bench_gpu", "--gpus", gpus, "out"), "--gpus: expected numbers", f"'{gpus}'")
 
     def test_what_takes_too_long_or_does_not_begin_says_so(self):
-        result, calls = self.measure(("--limit-s", "1", "--only", "layers", "out"), cf_layer="sleep 60")
+        result, calls = self.measure(("--limit-s", "3", "--only", "layers", "out"), cf_layer="sleep 60")
         self.assertEqual(result.returncode, 1, result)
         records = [call for call in calls if call.startswith("bench_record.py")]
         files = [call.split()[1] for call in records]
@@ -534,7 +534,7 @@ class BenchGpu(Scripts):
         self.assertTrue(records[0].startswith("bench_record.py out/stack-pythia-410m.json "), records)
         self.assertIn(" --fault stopped after ", records[0])
         for call in records[1:]:
-            self.assertTrue(call.endswith(" --fault not begun: the 1 s were over"), call)
+            self.assertTrue(call.endswith(" --fault not begun: the 3 s were over"), call)
         self.assertTrue(calls[-1].startswith(self.PAGE), "the page is made of what was measured")
         for limit in ("0", "soon"):
             self.refused(
