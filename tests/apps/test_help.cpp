@@ -1,10 +1,12 @@
 // What every program says of itself: --help in 80 columns, examples that run, --version, completion in bash.
+#include <filesystem>
 #include <sstream>
 #include <vector>
 
 #include "core/model/config.hpp"
 #include "tests/apps/run_program.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/temp_dir.hpp"
 
 using namespace cf;
 using namespace cf::test;
@@ -17,9 +19,9 @@ const std::vector<std::string> pages{
     "cf-model",      "cf-model info",     "cf-model bench", "cf-model generate", "cf-model stream",
     "cf-model eval", "cf-model memorize", "cf-op"};
 
-/// Runs a command line in the folder of the sources, where the programs are on the PATH.
-ProgramRun run(const std::string& command) {
-  return run_program("cd '" CF_SOURCE_DIR "' && PATH='" CF_PROGRAM_DIR "':$PATH && " + command);
+/// Runs a command line in a folder, that of the sources when left out, where the programs are on the PATH.
+ProgramRun run(const std::string& command, const std::string& folder = CF_SOURCE_DIR) {
+  return run_program("cd '" + folder + "' && PATH='" CF_PROGRAM_DIR "':$PATH && " + command);
 }
 
 std::vector<std::string> lines_of(const std::string& text) {
@@ -83,13 +85,16 @@ TEST_CASE("help has 80 columns, options in groups, every preset and two examples
 }
 
 TEST_CASE("the examples of the help run", "[help]") {
+  // Examples write files, and none of them belongs to the sources.
+  const TempDir folder;
+  std::filesystem::create_directory_symlink(CF_SOURCE_DIR "/data", folder / "data");
   for (const std::string& page : pages) {
     for (const std::string& example : examples_of(run(page + " --help").out)) {
       CAPTURE(example);
       CHECK(example.starts_with("  " + page));
       const bool needs_gpu = has(example, "cuda") || has(example, "cf-op"), needs_files = has(example, " cpu.h5");
       if (!needs_gpu && !needs_files) {
-        const ProgramRun r = run(example);
+        const ProgramRun r = run(example, folder.path());
         CAPTURE(r.err);
         CHECK(r.exit_code == 0);
         continue;
