@@ -134,7 +134,7 @@ def time_swap(args, folder):
 def time_taps(args, folder):
     import cf_ops
 
-    with load(args, folder, slots=16, capacity=512) as model:
+    with load(args, folder, slots=16, capacity=513) as model:
         prompts = random_ids(model, args.prompts, 512)
         some = [row.tolist() for row in prompts[:16]]
         decoded(model, some, 1)
