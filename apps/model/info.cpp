@@ -162,9 +162,13 @@ int Info::run() {
     if (!of_one) return fail(of_one.status());
     add("a row's bits are the same", fmt::format("in steps of {} tokens", of_one->step_classes));
     add("in attention", fmt::format("in runs of {} tokens", of_one->run_classes));
-    if (!model_.invariant)
+    if (!model_.invariant) {
       add("in attention of the shortest runs",
           fmt::format("beside others, {} in all, in caches of {} entries", of_one->query_classes, entries));
+      add("in the LM head", fmt::format("for {} rows whose logits are asked for", of_one->step_classes));
+      if (impls->find("persistent") != impls->npos)
+        add("in the persistent impl", "in steps without prompts; beside a prompt tokens go through the graph");
+    }
   }
   add("free memory", fmt::format("{:.1f} MB", free * 1e-6));
   // What was planned for one slot can be planned for more.

@@ -310,7 +310,8 @@ TEST_CASE("cf-model info on the GPU: bytes, memory, slots and the impl that auto
   for (const char* part :
        {"cache, float16", "1.3 kB a token", "activations, float16", "GPU", "free memory", "slots that fit", "| impl",
         "graph for 1 to 1024 slots", "| products of many tokens", "libcublasLt", "| a row's bits are the same",
-        "in steps of 1 to 8, 9 to 128, 129 or more tokens", "| in attention"})
+        "in steps of 1 to 8, 9 to 128, 129 or more tokens", "| in attention",
+        "for 1 to 8, 9 to 128, 129 or more rows whose logits are asked for"})
     CHECK(out.find(part) != std::string::npos);
   const std::string invariant = on_gpu("info --invariant " + d80).out;
   CHECK(invariant.find("in steps of 1 or more tokens") != std::string::npos);
