@@ -306,6 +306,8 @@ class SanitizeGpu(Scripts):
     def sanitizer(self, code=""):
         self.stub("bin/compute-sanitizer", code)
 
+    # Runs go on side by side: each prints its line when it has ended, in any order.
+
     def test_clean_programs(self):
         result = self.run_script("sanitize_gpu")
         self.assertEqual(result.returncode, 0, result)
@@ -315,7 +317,7 @@ class SanitizeGpu(Scripts):
             self.assertEqual([line[2] for line in lines if line[:2] == [tool, "test_gpu_ops"]], [ok])
         self.assertIn(["synccheck", "test_gpu_persistent", "ok"], lines)
         races = [" ".join(line) for line in lines if line[0] == "racecheck"]
-        self.assertEqual(
+        self.assertCountEqual(
             races,
             [
                 "racecheck test_gpu_ops ok, without [reruns]",
@@ -327,7 +329,7 @@ class SanitizeGpu(Scripts):
         self.assertNotIn("test_gpu_cluster", result.stdout)
         self.assertEqual(lines[-1], ["11", "runs,", "all", "ok"])
         tags = [call.split()[-1] for call in self.calls() if "racecheck" in call]
-        self.assertEqual(tags, ["[small]~[reruns]", "[small]~[persistent]"])
+        self.assertCountEqual(tags, ["[small]~[reruns]", "[small]~[persistent]"])
         self.assertEqual(len(self.calls()), 11)
 
     def test_findings_are_named(self):
@@ -377,7 +379,7 @@ class SanitizeGpu(Scripts):
         result = self.run_script("sanitize_gpu", *arguments)
         self.assertEqual(result.returncode, 0, result)
         runs = [" ".join(line.split()[:2]) for line in result.stdout.splitlines()[:-1]]
-        self.assertEqual(
+        self.assertCountEqual(
             runs,
             [f"{tool} test_gpu_{name}" for name in ("session", "ops") for tool in ("memcheck", "synccheck")],
         )
