@@ -107,9 +107,9 @@ std::string expected(const Place& p, const Call& c) {
   return library && c.tokens > 64 && fits ? "cublaslt_packed" : "packed";
 }
 
-std::vector<Place> places() {
+std::vector<Place> places(std::initializer_list<Arch> archs = {kH100, kH200, kRtx5090}) {
   std::vector<Place> all;
-  for (const Arch& arch : {kH100, kH200, kRtx5090})
+  for (const Arch& arch : archs)
     for (bool scratch : {false, true})
       for (bool library : {false, true})
         for (bool wgmma : {false, true}) all.push_back({arch, scratch, library, wgmma});
@@ -188,13 +188,18 @@ std::string order_of_sums(const Choice& choice) {
 
 TEST_CASE("step classes: within one, kernels, the order of a product's sums and norms do not depend on the tokens",
           "[plans][kernels][classes]") {
+  // Plans change at multiples of eight tokens and at the ends of classes, which are such multiples.
   std::vector<std::int64_t> sizes;
-  for (std::int64_t tokens = 1; tokens <= 140; ++tokens) sizes.push_back(tokens);
+  for (std::int64_t tokens = 1; tokens <= 140; ++tokens)
+    if (tokens <= 34 || (tokens + 1) % 8 < 3) sizes.push_back(tokens);
   for (std::int64_t tokens :
        {192, 255, 256, 257, 300, 511, 512, 513, 528, 529, 844, 845, 1000, 2048, 4096, 4225, 70000})
     sizes.push_back(tokens);
   std::set<std::string> orders;
-  for (const Place& place : places()) {
+  // What a device lacks changes plans in the same way on all GPUs.
+  std::vector<Place> devices = places({kH200});
+  for (const Arch& arch : {kH100, kRtx5090}) devices.push_back({arch, true, true, true});
+  for (const Place& place : devices) {
     for (const Arch& arch : {place.arch, invariant_arch(place.arch)}) {
       Target target = place.target();
       target.arch = arch;
@@ -217,7 +222,7 @@ TEST_CASE("step classes: within one, kernels, the order of a product's sums and 
               }
               const Result<Choice> choice = choose(
                   target, args_of({.tokens = tokens, .in = in, .out = out, .epilogue = epilogue, .packing = packing}));
-              REQUIRE(choice);
+              if (!choice) FAIL(choice.status().message());
               const std::string got = order_of_sums(*choice);
               orders.insert(got);
               if (order.empty()) order = got;
@@ -231,9 +236,10 @@ TEST_CASE("step classes: within one, kernels, the order of a product's sums and 
           for (int inputs : {1, kResidualLayerNormInputs})
             for (const TokenRange& r : classes)
               for (std::int64_t tokens : sizes)
-                if (r.first <= tokens && tokens <= r.last)
-                  CHECK(layernorm_plan(arch, tokens, hidden, inputs).elements ==
-                        layernorm_plan(arch, r.first, hidden, inputs).elements);
+                if (r.first <= tokens && tokens <= r.last &&
+                    layernorm_plan(arch, tokens, hidden, inputs).elements !=
+                        layernorm_plan(arch, r.first, hidden, inputs).elements)
+                  FAIL_CHECK("layernorm of " << hidden << " elements: " << tokens << " tokens");
       }
     }
   }
