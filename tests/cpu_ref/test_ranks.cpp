@@ -84,7 +84,7 @@ struct Wire {
   std::function<std::size_t(std::size_t rank, std::size_t place)> order = [](std::size_t, std::size_t place) {
     return place;
   };
-  bool is_stale = false;  // each rank reads the others' parts of the exchange before
+  bool is_stale = false;  // each rank reads the others' parts of the exchange before, if they were as large
 };
 
 /// Whether a call is made of all ranks together.
@@ -118,7 +118,7 @@ void run_ranks(const std::vector<std::unique_ptr<HostStep>>& steps, const Wire& 
           p.nodes[n].call);
     }
     const std::vector<std::byte> sent = parts;
-    if (wire.is_stale && !before.empty() && !parts.empty()) parts = before;
+    if (wire.is_stale && before.size() == parts.size()) parts = before;
     if (!sent.empty()) before = sent;
     for (std::size_t r = 0; r < programs.size(); ++r) {
       const Node& node = programs[r].nodes[n];
