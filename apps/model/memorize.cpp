@@ -99,8 +99,8 @@ Result<std::vector<std::int32_t>> Sequences::read(std::int64_t number, std::int6
   return made;
 }
 
-/// Results in the order of the sequences, and the file that they are appended to: a line each, behind a header. What
-/// they depend on lies beside it, in the file's name with .json.
+/// Results in the order of the sequences, and the file that they are appended to: a header, then a line for each
+/// sequence. The settings that the results depend on stand in a second file, whose name is the first's with .json.
 class Results {
  public:
   Results(std::int64_t first, std::int64_t count, std::int64_t continuation)

@@ -26,8 +26,8 @@ struct StepLogits {
   /// Where these logits go: (sum of rows, vocab) in the runner's dtype, those of the first run first. The memory is the
   /// host's, or the device's where there is a stream.
   AnyView<2> to{};
-  /// Whether these rows go through the last norm alone, for a visitor of its site: no logits are made, and `to` has their
-  /// shape and is not written. Without own logits.
+  /// Whether these rows go through the last norm alone, for a visitor of its site: no logits are made, and `to` has
+  /// their shape and is not written. Without own logits.
   bool norm_alone = false;
   /// CUDA's handle of another stream of the runner's device. The step comes after what that stream holds, and before
   /// what it is given later; the call does not wait for the step.
@@ -114,9 +114,9 @@ class ModelRunner {
   /// the host score them; a backend may do without.
   virtual Result<std::vector<RowScore>> score(std::span<const Run> runs, std::span<const std::int32_t> ids,
                                               const ScoreRequest& request);
-  /// The sizes of such calls for prompts in so many slots, of which `top` likely ids are asked for. The CPU reads longer
-  /// pieces no faster: a prompt of 512 ids goes through Pythia-160M at 238 ids/s in pieces of 64, at 269 of 128, 273 of
-  /// 256, 265 of 512.
+  /// The sizes of such calls for prompts in so many slots, of which `top` likely ids are asked for. The CPU reads
+  /// longer pieces no faster: a prompt of 512 ids goes through Pythia-160M at 238 ids/s in pieces of 64, at 269 of
+  /// 128, 273 of 256, 265 of 512.
   virtual ScoreSizes score_sizes([[maybe_unused]] std::int64_t slots, [[maybe_unused]] std::int64_t top) const {
     return {};
   }
@@ -132,8 +132,8 @@ class ModelRunner {
   /// The tokens that a decoder gives a step where its user does not say: those of running sequences first, then pieces
   /// of prompts. 0: prompts are read whole, in steps of their own.
   virtual std::int64_t preferred_step_tokens() const { return 0; }
-  /// The tokens that go through the model at once: a decoder reads whole prompts together, up to so many. 0: each is read
-  /// in a step of its own.
+  /// The tokens that go through the model at once: a decoder reads whole prompts together, up to so many. 0: each is
+  /// read in a step of its own.
   virtual std::int64_t pass_tokens() const { return 0; }
   /// Whether the device is at work on exactly this step already: the running sequences' ids need not wait for more.
   virtual bool runs_ahead(std::span<const Run>, std::span<const std::int32_t>) const { return false; }
@@ -145,10 +145,11 @@ class ModelRunner {
   /// page before it writes to it. Code::unimplemented without pages.
   virtual Status fork(std::int64_t from, std::int64_t to, std::int64_t n);
 
-  /// Puts other weights of the same model in the place of its own, such as those of another revision. Slots forget their
-  /// entries; no other memory is taken or given back. `owner` keeps the weights' memory where the backend reads them
-  /// there. Refuses what check_swap() refuses, and weights in another layout of the backend's kernels
-  /// (Code::unimplemented); the model goes on with its own weights then. After Code::device_error it has none.
+  /// Replaces the model's weights by others of the same model, such as those of another revision. The new weights take
+  /// the memory of the old ones. Slots lose their entries. `owner` keeps the memory of `weights` alive, for backends
+  /// that read weights where they lie. Refuses what check_swap() refuses, and with Code::unimplemented weights that
+  /// the backend would pack in another layout. A model that refuses keeps its weights. After Code::device_error it has
+  /// no weights.
   virtual Status swap_weights(const ModelSpec& model, const ModelWeights& weights, std::shared_ptr<const void> owner);
 
   /// Calls `visit` for every site of every run() from now on; an empty one ends that. A call

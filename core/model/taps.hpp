@@ -36,8 +36,9 @@ struct TapPlace {
   std::int64_t made_rows = 0;  // those that are there
 };
 
-/// Appends what a site has made to the tap that it is, where `find(name)` has one, and copies it by `fetch`. A visitor
-/// of a runner calls this. Refuses rows of another dtype or shape than a tap's, and more rows than it has room for.
+/// Appends the rows that a site has made to the site's tap. `find(name)` returns the tap of a name, null where nobody
+/// wants it. `fetch` copies the rows. The visitor of a ModelRunner calls this function. Refuses rows of another dtype
+/// or shape than the tap's, and more rows than the tap has room for.
 Status append_taps(const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors,
                    const std::function<TapPlace*(const std::string& name)>& find,
                    const std::function<Status(const ModelRunner::SiteTensor&, void* to)>& fetch);

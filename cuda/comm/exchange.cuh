@@ -2,12 +2,13 @@
 // The exchanges between ranks, as device code. Every rank launches the same exchanges in the same order.
 //
 // One-shot: each rank stores its part into all ranks' memory as words that carry the exchange's epoch, waits for the
-// words of the others and sums all parts in the order of the ranks. A lane goes its way alone: nothing is fenced.
+// words of the others and sums all parts in the order of the ranks. Each lane waits for its own words alone. A word is
+// stored at once with its epoch, so no fence is needed.
 // Two-shot: each rank sums one slice of all ranks' parts and stores it into all ranks' memory. Block b of a rank waits
 // for block b of the others, with a flag of each.
 //
-// Words lie in one of two halves, by the epoch. A rank that stores words of epoch e has seen the others' words of e - 1:
-// each of them has begun e - 1, so that its kernel of e - 2, which read the same half, is complete.
+// Words lie in one of two halves, by the epoch. A rank that stores words of epoch e has seen the others' words of
+// e - 1: each of them has begun e - 1, so that its kernel of e - 2, which read the same half, is complete.
 #include "cuda/comm/peers.hpp"
 #include "cuda/device/sync.cuh"
 #include "cuda/device/vec.cuh"

@@ -294,7 +294,7 @@ TEST_CASE("On the GPU a fork that writes to a page which it shares, or to one th
     const std::vector<PagePool::Copy> copies = taken(pool.reserve(next));
     REQUIRE(copies.size() == 1);
     const std::vector<std::int32_t> cells = fault == Fault::writes_to_shared_page ? shared : table();
-    // Keys and values, of numbers that all differ.
+    // The elements of keys and values all differ, so that each shows where it was read.
     std::vector<std::uint16_t> numbers(std::size_t(kPages * kHeads * kPage * kHeadDim)), rows;
     for (std::size_t i = 0; i < numbers.size(); ++i) numbers[i] = std::uint16_t(i);
     for (std::uint16_t value : kAppended) rows.insert(rows.end(), std::size_t(kHeads * kHeadDim), value);

@@ -144,7 +144,7 @@ class Device final : public cuda::PipelineDevice {
   }
   void end_before(unsigned number) override { end_before_ = std::max(end_before_, number); }
 
-  /// From now on some steps and launches have no room ahead.
+  /// From now on the runner sometimes has no cache entries for a step or a launch that it would run ahead.
   void run_short_of_room() { always_room_ = false; }
   /// The calls of place() so far.
   int placed() const { return placed_; }

@@ -797,7 +797,7 @@ TEST_CASE("linear of 4 bits: which calls the wide kernel takes; its blocks have 
   groups_of_64.columns_per_group = 64;
   CHECK(gptq_sizes(whole, 16).in_quads);
   for (const GptqLayout& other : {ordered, last_chunk, groups_of_64}) CHECK_FALSE(gptq_sizes(other, 16).in_quads);
-  // It comes before wgmma where its parts have three or four chunks.
+  // The wide kernel is preferred to wgmma where its parts have three or four chunks.
   for (auto [chunks, in_quads, first] : {std::tuple{40, false, true},
                                          {48, false, true},
                                          {80, false, true},

@@ -223,8 +223,9 @@ TEST_CASE("a graph's step has ln_qkv in the place of four sites for few slots, a
 }
 
 TEST_CASE("a graph's step makes attention.dense and mlp.dense_4h_to_h in one launch", "[plans][model]") {
-  // Of quantised weights up to eight tokens: a cluster has no blocks left for the columns of Pythia-6.9B's. Of dense
-  // ones the tokens of wgmma. A sequential residual is read between the two.
+  // Packed weights have the fused product for up to eight tokens, but not those of Pythia-6.9B: their columns need
+  // more blocks than a cluster has. Dense weights have it for the numbers of tokens that the wgmma kernel takes. A
+  // layer with a sequential residual has it for neither: the residual is read between the two products.
   struct Case {
     const char* preset;
     bool parallel;

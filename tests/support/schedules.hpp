@@ -71,8 +71,8 @@ inline SequenceOptions sampled(std::uint64_t id, std::int64_t tokens) {
   return {.sampling = {.temperature = 1.2, .seed = 5}, .id = id, .max_new_tokens = tokens};
 }
 
-/// What each sequence should be given: its ids, alone in a decoder of one slot, and where its options ask for them their
-/// log-probabilities, bit by bit. By prompt and id.
+/// What each sequence should be given. A decoder of one slot makes the sequence's ids, and their log-probabilities
+/// where the sequence's options ask for them. Both are compared bit by bit. Answers are kept by prompt and id.
 class Alone {
  public:
   explicit Alone(Decoder decoder) : decoder_(std::move(decoder)) {}

@@ -235,8 +235,9 @@ constexpr int gptq_most_tokens(const GptqSizes& m) {
   return m.wide || m.halves_a_group % 2 ? kGptqWideTokens : kGptqRegisterTokens;
 }
 
-/// The plan for up to gptq_most_tokens() tokens, or fewer where shared memory is short. `grid` is 0 where the matrix
-/// has more than kGptqMaxColumns columns or shared memory has no room for one token.
+/// The plan of one launch for up to gptq_most_tokens() tokens, or for fewer where shared memory is short. `grid` is 0
+/// where there is no such launch: the matrix has more than kGptqMaxColumns columns, or one token does not fit into
+/// shared memory.
 constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t tokens, int turns, int blocks_per_sm,
                              const GptqReserved& reserved, const GptqAhead& ahead_of_many) {
   GptqPlan p{.split = 1,
@@ -372,10 +373,10 @@ inline Status unpacked_gptq(std::string_view op) {
 
 using PackedLaunches = TokenLaunches<GptqPlan>;
 
-/// Whether linear's launches are those of the wide kernel, which reads the weights once for 16 tokens. All launches of
-/// a call are, so that a row's bits do not depend on its place. On an H200 the four products of a layer of Pythia-2.8B,
-/// Llama-3.1-8B and Llama-3.2-1B take 25.1, 48.6 and 20.8 us for 16 tokens; by launches of eight tokens they take 35.7,
-/// 81.2 and 32.4 us, and without quads 25.3, 75.2 and 22.8 us. On an RTX 5090 nobody has measured it.
+/// Whether linear takes the wide kernel, which reads the weights once for 16 tokens. All launches of a call take the
+/// same kernel, so that a row's bits do not depend on its place. On an H200 the four products of a layer of
+/// Pythia-2.8B, Llama-3.1-8B and Llama-3.2-1B take 25.1, 48.6 and 20.8 us for 16 tokens; by launches of eight tokens
+/// they take 35.7, 81.2 and 32.4 us, and without quads 25.3, 75.2 and 22.8 us. On an RTX 5090 nobody has measured it.
 constexpr bool gptq_is_wide(const Arch& arch, const GptqSizes& m, std::int64_t call_tokens) {
   return call_tokens > kGptqRegisterTokens && m.halves_a_group % 2 == 0 && arch.has_wgmma() &&
          !arch.tuning->is_invariant() &&

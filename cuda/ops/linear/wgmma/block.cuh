@@ -45,9 +45,10 @@ struct Steps {
   __device__ Steps(const WgmmaCall& c, int rank) : Steps(c.steps, c.splits, rank) {}
 };
 
-/// Fills the ring with the `count` steps of a block; all lanes of a warp call, and one of them copies: a stage that is
-/// empty is asked for again after as few instructions as can be. copy_weight(i, to, full) copies the weights of step i,
-/// copy_x(i, to, full) its x. The ring's first weights need no predecessor and come before all x.
+/// Fills the ring with the `count` steps of a block. All lanes of a warp call. One of them makes the copies, in a loop
+/// of few instructions, so that an empty stage waits little for its next copy. copy_weight(i, to, full) copies the
+/// weights of step i. copy_x(i, to, full) copies the activations of step i. Weights do not depend on the kernel before
+/// this one: the ring's first weights are copied before it has ended, and all activations after it.
 template <class Ring, class CopyWeight, class CopyX>
 __device__ void fill_ring(const Ring& ring, int count, CopyWeight copy_weight, CopyX copy_x) {
   if (elected()) {
