@@ -277,6 +277,42 @@ class Test(Scripts):
         os.makedirs(os.path.join(self.root, "build", "release"))
         self.assertEqual(self.run_script("test", "--fast").returncode, 1)
 
+    @unittest.skipUnless(shutil.which("ctest", path="/usr/bin:/bin:/usr/local/bin"), "needs ctest")
+    def test_the_last_lines_name_what_failed_behind_the_end_of_its_output(self):
+        ctest = shutil.which("ctest", path="/usr/bin:/bin:/usr/local/bin")
+        self.stub("bin/ctest", f"""shift; build=build/$1; shift; exec {ctest} --test-dir "$build" "$@" """)
+        tests = {
+            "release": {"good": "echo fine", '1: bad "x" (it)': "seq 100; exit 3", "killed": "echo begun; kill -9 $$",
+                        "skipped": "echo no GPU; exit 77", **{f"bad {i}": "exit 1" for i in range(20)}},
+            "asan": {"all is well": "true"},
+        }  # fmt: skip
+        for preset, cases in tests.items():
+            folder = os.path.join(self.root, "build", preset)
+            # What an earlier run has left is not named.
+            os.makedirs(os.path.join(folder, "Testing", "Temporary"))
+            with open(os.path.join(folder, "Testing/Temporary/LastTestsFailed.log"), "w", encoding="utf-8") as file:
+                file.write("1:of old\n")
+            with open(os.path.join(folder, "CTestTestfile.cmake"), "w", encoding="utf-8") as file:
+                for name, code in cases.items():
+                    file.write(f"add_test([[{name}]] /bin/sh -c [[{code}]])\n")
+                    file.write(f"set_tests_properties([[{name}]] PROPERTIES SKIP_RETURN_CODE 77)\n")
+                    if name.startswith("bad"):
+                        file.write(f"set_tests_properties([[{name}]] PROPERTIES DEPENDS [[1: bad \"x\" (it);killed]])\n")
+        result = self.run_script("test")
+        self.assertEqual(result.returncode, 1, result)
+        out = result.stdout[result.stdout.index("cf: left out:") :].splitlines()[1:]
+        bad = [f"bad {i}" for i in range(20)]
+        names = ['1: bad "x" (it)', "killed", *bad]
+        self.assertEqual(out[-22:], ["release failed: " + name for name in names])
+        self.assertRegex(out[-24], r"^release: \d+% tests passed, 22 tests failed out of 24, 1 skipped$")
+        self.assertEqual(out[-23], "asan: 100% tests passed, 0 tests failed out of 1, 0 skipped")
+        # Ten of them at most, in the order in which they ended.
+        heads = [line for line in out if line.startswith("---- ")]
+        self.assertEqual(len(heads), 10)
+        self.assertEqual(len(out), 10 + 24 + sum({'---- 1: bad "x" (it):': 40, "---- killed:": 1}.get(h, 0) for h in heads))
+        first = out.index('---- 1: bad "x" (it):')
+        self.assertEqual(out[first + 1 : first + 41], [str(i) for i in range(61, 101)])
+
     def test_missing_packages_are_installed_after_an_update(self):
         self.stub("bin/dpkg-query", "exit 1", log=False)
         self.stub("bin/sudo", 'exec "$@"', log=False)
