@@ -152,31 +152,44 @@ def request(port, name, ids, new_tokens):
     return first, taken, made
 
 
-def client(port, name, vocab_size, new_tokens, first, step, end, results):
-    """Makes requests until `end`; puts (when it began, the first chunk, its end, ids) of each."""
+def client(port, name, vocab_size, new_tokens, first, step, ready, end, answered, results):
+    """Makes requests until `end`; puts (when it began, the first chunk, its end, ids) of each. `answered` is when the
+    latest of all clients' answered requests began."""
     number, made = first, []
+    ready.wait()
     while time.time() < end.value:
         begun = time.time()
         made.append((begun, *request(port, name, prompt_of(number, vocab_size), new_tokens)))
         if made[-1][3] is None:
             time.sleep(0.05)
+        else:
+            with answered.get_lock():
+                answered.value = max(answered.value, begun)
         number += step
     results.put(made)
 
 
-def clients(args, port, name, vocab_size, seconds, meanwhile=lambda: None):
-    """The results of all clients' requests, which begin within so many seconds."""
-    end, results = multiprocessing.Value("d", time.time() + seconds), multiprocessing.Queue()
+def clients(args, port, name, vocab_size, seconds, meanwhile=lambda answered: None):
+    """The results of all clients' requests, which begin within so many seconds, or until `meanwhile` returns where that
+    takes longer."""
+    ready, results = multiprocessing.Barrier(args.clients + 1), multiprocessing.Queue()
+    end, answered = multiprocessing.Value("d", float("inf")), multiprocessing.Value("d", 0.0)
     # A process a client: none waits for another one's interpreter.
     running = [
         multiprocessing.Process(
-            target=client, args=(port, name, vocab_size, args.new_tokens, i, args.clients, end, results)
+            target=client,
+            args=(port, name, vocab_size, args.new_tokens, i, args.clients, ready, end, answered, results),
         )
         for i in range(args.clients)
     ]
     for process in running:
         process.start()
-    meanwhile()
+    ready.wait()
+    begun = time.time()
+    try:
+        meanwhile(answered)
+    finally:
+        end.value = max(begun + seconds, time.time())
     made = [one for _ in running for one in results.get(timeout=seconds + 200)]
     for process in running:
         process.join()
@@ -234,9 +247,8 @@ class Server:
 
 def time_http(args, server, vocab_size):
     clients(args, server.port, server.name, vocab_size, min(2, args.seconds))
-    begun = time.time()
     made = clients(args, server.port, server.name, vocab_size, args.seconds)
-    taken = max(start + seconds for start, _, seconds, _ in made) - begun
+    taken = max(start + seconds for start, _, seconds, _ in made) - min(start for start, *_ in made)
     failed = sum(ids is None for *_, ids in made)
     ended = [one for one in made if one[3] is not None]
     return summary([one[1] for one in ended], sum(one[3] for one in ended), taken) | {"failed": failed}
@@ -245,10 +257,15 @@ def time_http(args, server, vocab_size):
 def time_kill(args, server, vocab_size):
     killed = []
 
-    def kill():
+    def kill(answered):
         time.sleep(2)
         killed.append(time.time())
         server.kill_worker()
+        end = time.monotonic() + 180
+        while answered.value <= killed[0]:
+            if time.monotonic() > end:
+                raise Refusal("no request has been answered within 180 s of the kill")
+            time.sleep(0.05)
 
     made = clients(args, server.port, server.name, vocab_size, args.seconds_behind_kill, kill)
     at = killed[0]
@@ -272,7 +289,8 @@ def main(argv):
         parser.add_argument("--clients", type=console.integer(1, 1024), default=64, help="at once (64)")
         parser.add_argument("--new-tokens", type=console.integer(1, 4096), default=128, help="of each request (128)")
         parser.add_argument("--seconds", type=console.integer(1, 3600), default=120, help="of each part (120)")
-        parser.add_argument("--seconds-behind-kill", type=console.integer(3, 600), default=20, help="(20)")
+        parser.add_argument("--seconds-behind-kill", type=console.integer(3, 600), default=20,
+                            help="that the clients go on at least; they wait for an answer (20)")  # fmt: skip
         parser.add_argument("--folder", help="where the checkpoint is written (the system's)")
         parser.add_argument("--json", help="a file for the figures")
         args = parser.parse_args(argv)
