@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <type_traits>
 #include <utility>
 
 #include "core/cache_tensors.hpp"
+#include "core/model/ranks.hpp"
 #include "core/model/score.hpp"
 #include "core/model/streams.hpp"
 #include "core/model/taps.hpp"
@@ -32,6 +34,34 @@ Model::Options with_capacity(Model::Options o) {
   return o;
 }
 
+/// The part of a model that a process holds; without a group, or where create() refuses the group, the whole.
+ModelSpec part_of(const ModelSpec& whole, const Model::Options& o) {
+  Result<ModelSpec> part = o.group ? whole.of_rank(o.group->rank(), o.group->ranks()) : whole;
+  return part ? *std::move(part) : whole;
+}
+
+/// The weights of a process's part, which keep alive what they are cut out of.
+struct PartWeights {
+  ModelWeights weights;
+  std::shared_ptr<const void> owner;
+};
+Result<PartWeights> cut(const ModelSpec& whole, ModelWeights weights, std::shared_ptr<const void> owner,
+                        const Model::Options& o) {
+  if (!o.group) return PartWeights{std::move(weights), std::move(owner)};
+  struct Owned {
+    std::shared_ptr<const void> whole;
+    std::vector<Tensor> copies;
+  };
+  auto owned = std::make_shared<Owned>();
+  for (LayerWeights& layer : weights.layers) {
+    CF_TRY_ASSIGN(OwnedLayerWeights part, layer_of_rank(whole, layer, o.group->rank(), o.group->ranks()));
+    layer = part.weights;
+    std::ranges::move(part.storage, std::back_inserter(owned->copies));
+  }
+  owned->whole = std::move(owner);
+  return PartWeights{std::move(weights), std::move(owned)};
+}
+
 /// What ops are told of a slot's length.
 std::int32_t kv_len_of(std::int64_t length, const Model::Options& o) {
   return o.window > 0 ? stream_length(length, o.capacity, o.sinks) : std::int32_t(length);
@@ -48,6 +78,13 @@ AnyView<2> rows_of(AnyView<2> matrix, std::int64_t first, std::int64_t count = 1
 
 Result<std::unique_ptr<Model>> Model::create(const ModelSpec& model, ModelWeights weights,
                                              std::shared_ptr<const void> owner, const Options& options) {
+  Result<std::unique_ptr<Model>> made = create_alone(model, std::move(weights), std::move(owner), options);
+  if (!made && options.group) options.group->fail(made.status());  // the others would wait for this rank
+  return made;
+}
+
+Result<std::unique_ptr<Model>> Model::create_alone(const ModelSpec& model, ModelWeights weights,
+                                                   std::shared_ptr<const void> owner, const Options& options) {
   CF_TRY(check_model_weights(model, weights));
   constexpr std::int64_t most = std::int64_t(1) << 31;
   CF_TRY(check_sizes({{"slots", options.slots, most}, {"chunk", options.chunk, most}}));
@@ -59,8 +96,27 @@ Result<std::unique_ptr<Model>> Model::create(const ModelSpec& model, ModelWeight
   CF_TRY(SlotPages::check(o.pool(), o.capacity, o.stream()));
   if (o.invariant && o.activation != DType::f32)
     return refused("invariant: expected activations of float32, got " + std::string(to_string(o.activation)));
+  if (o.group) CF_TRY(o.group->agree(identity(model, weights, o)));
+  CF_TRY_ASSIGN(PartWeights part, cut(model, std::move(weights), std::move(owner), o));
   CF_TRY(check_memory("model", model, o));
-  return std::unique_ptr<Model>(new Model(model, std::move(weights), std::move(owner), o));
+  return std::unique_ptr<Model>(
+      new Model(model, part_of(model, o), std::move(part.weights), std::move(part.owner), o));
+}
+
+std::string Model::identity(const ModelSpec& whole, const ModelWeights& weights, const Options& o) {
+  std::string text = identity_of(whole, weights);
+  for (const auto& [name, value] : {std::pair{"slots", o.slots},
+                                    {"capacity", o.capacity},
+                                    {"chunk", o.chunk},
+                                    {"invariant", std::int64_t(o.invariant)},
+                                    {"window", o.window},
+                                    {"sinks", o.sinks},
+                                    {"pages", o.pages},
+                                    {"page_entries", o.page_entries}})
+    text += "\n" + std::string(name) + " " + std::to_string(value);
+  text += "\nactivation " + std::string(to_string(o.activation));
+  // Other instructions have another order of sums: the ranks' logits would differ, and with them their choices.
+  return text + "\nvector instructions " + std::string(instruction_set());
 }
 
 template <class F>
@@ -86,8 +142,9 @@ void Model::for_each_tensor(const ModelSpec& m, const Options& o, F&& f) {
   for (auto table : {&Model::cos_, &Model::sin_}) f(table, DType::f32, Shape{table_rows, s.rotary_dim / 2});
 }
 
-ModelBytes Model::bytes(const ModelSpec& m, const Options& options) {
+ModelBytes Model::bytes(const ModelSpec& whole, const Options& options) {
   const Options o = with_capacity(options);
+  const ModelSpec m = part_of(whole, o);
   ModelBytes b;
   for_each_tensor(m, o, [&]<class Member>(Member member, DType dtype, const Shape& shape) {
     double bytes = double(size_bytes(dtype));
@@ -111,12 +168,14 @@ Status Model::check_memory(const std::string& name, const ModelSpec& m, const Op
                                                       " for activations");
 }
 
-Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const void> owner, const Options& o)
-    : spec_(model),
+Model::Model(const ModelSpec& whole, const ModelSpec& part, ModelWeights weights, std::shared_ptr<const void> owner,
+             const Options& o)
+    : whole_(whole),
+      spec_(part),
       options_(o),
       weights_(std::move(weights)),
       owner_(std::move(owner)),
-      lengths_(o.slots, o.capacity, limit_of(model, o)),
+      lengths_(o.slots, o.capacity, limit_of(part, o)),
       pages_(o.slots, o.capacity, o.pool()),
       last_ids_(std::size_t(o.slots)) {
   for_each_tensor(spec_, o, [&]<class Member>(Member member, DType dtype, const Shape& shape) {
@@ -258,6 +317,8 @@ Status Model::pass(std::span<const Piece> pieces, bool norm_alone, const Visit& 
       return Status::error(status.code(), site.name() + ": " + status.message());
     }
     if (condition_) CF_TRY(add_part(args, *condition_));
+    if constexpr (std::is_same_v<decltype(args), const ops::Linear::Args&>)
+      if (makes_part(spec_, site.site.id)) CF_TRY(sum_over_ranks(args.y));
     return visit ? visit(site, tensors_of(args)) : Status{};
   };
   CF_TRY(for_each_model_site(spec_, weights_, t, run_site));
@@ -299,14 +360,29 @@ Status Model::pass(std::span<const Piece> pieces, bool norm_alone, const Visit& 
   return {};
 }
 
+Status Model::sum_over_ranks(const AnyView<2>& part) {
+  RankGroup& group = *options_.group;
+  const auto bytes = std::size_t(part.bytes());
+  parts_.resize(bytes * std::size_t(group.ranks()));
+  CF_TRY(group.gather({static_cast<const std::byte*>(part.data), bytes}, parts_));
+  const std::array<std::int64_t, 3> shape{group.ranks(), part.shape[0], part.shape[1]};
+  return cpu_ref::run(ops::AllReduce::Args{.x = {parts_.data(), shape, part.dtype}, .y = part, .ranks = group.ranks()});
+}
+
 Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) {
+  if (options_.group && visit_)
+    return Status::error(Code::unimplemented,
+                         "model: expected no visitor of sites: each of several processes has a part");
   CF_TRY(check_step(*this, lengths_, runs, ids, logits));
   CF_TRY(check_rewinds(options_.stream(), capacity(), lengths_, runs));
   if (logits.stream)
     return Status::error(Code::unimplemented, "model: logits: expected memory of the host, got a device's");
   CF_TRY(reserve(runs));
   for (const std::vector<Piece>& pieces : passes_of(parts_of(runs, ids, logits), logits.own)) {
-    CF_TRY(pass(pieces, logits.norm_alone, visit_));
+    if (const Status passed = pass(pieces, logits.norm_alone, visit_); !passed) {
+      if (options_.group) options_.group->fail(passed);  // the others wait for this rank's part
+      return passed;
+    }
     for (const Piece& p : pieces) {
       if (p.is_idle) continue;
       lengths_.set(p.run.sequence, p.run.first_position + p.run.count);
@@ -325,10 +401,13 @@ Result<std::vector<RowScore>> Model::score(std::span<const Run> runs, std::span<
 }
 
 Status Model::swap_weights(const ModelSpec& model, const ModelWeights& weights, std::shared_ptr<const void> owner) {
-  CF_TRY(check_swap(spec_, weights_, model, weights));
+  CF_TRY(check_model_weights(model, weights));
+  CF_TRY_ASSIGN(PartWeights part, cut(model, weights, std::move(owner), options_));
+  CF_TRY(check_swap(spec_, weights_, part_of(model, options_), part.weights));
+  if (options_.group) CF_TRY(options_.group->agree(identity(model, weights, options_)));
   for (std::int64_t slot = 0; slot < slots(); ++slot) release(slot);
-  weights_ = weights;
-  owner_ = std::move(owner);
+  weights_ = std::move(part.weights);
+  owner_ = std::move(part.owner);
   return {};
 }
 

@@ -11,6 +11,7 @@
 #include "core/model/model.hpp"
 #include "core/model/slot_lengths.hpp"
 #include "core/model/slot_pages.hpp"
+#include "core/ranks/group.hpp"
 
 namespace cf::cpu_ref {
 
@@ -22,6 +23,8 @@ struct ModelBytes {
 /// A whole model on the CPU: in float64 the oracle, in float32 the fast backend. Weights are read as they are stored,
 /// where they lie. With a prompt's tokens many rows share a product (Eigen); a step of few slots reads each weight once
 /// for all of them. The same calls give the same bits on any number of threads.
+/// In a group of processes what fails in one ends the calls of all, and no visitor may watch (Code::unimplemented): each
+/// process has a part of what a site makes.
 class Model final : public ModelRunner {
  public:
   struct Options {
@@ -39,6 +42,9 @@ class Model final : public ModelRunner {
     /// With pages the slots' entries lie in a pool of so many pages of page_entries entries: a slot takes pages as it
     /// needs them, and shares them with slots that begin alike. Without, each slot has memory for `capacity` entries.
     std::int64_t pages = 0, page_entries = 64;
+    /// With a group the model is shared by its processes: each holds a part of every layer, all make the same calls in
+    /// the same order, and each call's answers have the same bits in all. Each has the embedding and the head whole.
+    std::shared_ptr<RankGroup> group{};
 
     KeyWindow stream() const { return {.keys = window, .sinks = sinks}; }
     PageSizes pool() const { return pages == 0 ? PageSizes{} : PageSizes{pages, page_entries}; }
@@ -47,7 +53,8 @@ class Model final : public ModelRunner {
   /// Takes memory for cache and activations; `owner` keeps the weights' memory. Refuses weights that
   /// check_model_weights() refuses, sizes below 1, another activation dtype, `invariant` with float64, a stream
   /// of a model without RoPE or beyond its own window, a capacity beyond the pages' entries, streams in pages, and what
-  /// check_memory() refuses.
+  /// check_memory() refuses. Of a group it refuses what layer_of_rank() refuses, and a process that has another model,
+  /// other options or other vector instructions than rank 0: on all with the same line.
   static Result<std::unique_ptr<Model>> create(const ModelSpec& model, ModelWeights weights,
                                                std::shared_ptr<const void> owner, const Options& options);
   /// What create() takes for these options.
@@ -55,7 +62,7 @@ class Model final : public ModelRunner {
   /// Refuses options for which create() would take more memory than is free; `name` is the model's in the message.
   static Status check_memory(const std::string& name, const ModelSpec& model, const Options& options);
 
-  const ModelSpec& model() const override { return spec_; }
+  const ModelSpec& model() const override { return whole_; }
   std::int64_t slots() const override { return options_.slots; }
   std::int64_t capacity() const override { return options_.capacity; }
   DType activation() const override { return options_.activation; }
@@ -81,10 +88,14 @@ class Model final : public ModelRunner {
   /// With `invariant` as many tokens as go through the model at once; else whole prompts, as a row's bits depend on
   /// how its prompt is divided.
   std::int64_t preferred_step_tokens() const override { return options_.invariant ? most_tokens() : 0; }
-  /// The new weights are read where they lie, and `owner` keeps their memory; those before are given back.
+  /// The new weights are read where they lie, and `owner` keeps their memory; those before are given back. In a group
+  /// all processes swap, or none.
   Status swap_weights(const ModelSpec& model, const ModelWeights& weights, std::shared_ptr<const void> owner) override;
   void watch(Visit visit) override { visit_ = std::move(visit); }
-  void check_between(Check check) override { check_ = std::move(check); }
+  void check_between(Check check) override {
+    check_ = std::move(check);
+    if (options_.group) options_.group->check_between(check_);
+  }
   Status fetch(const SiteTensor& tensor, void* to) override;
 
   /// Takes the first rows of another RoPE table, (rows, rotary_dim / 2) each, in place of the library's own. Refuses
@@ -95,7 +106,8 @@ class Model final : public ModelRunner {
   void measure(Condition* total) { condition_ = total; }
 
  private:
-  Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const void> owner, const Options& options);
+  Model(const ModelSpec& whole, const ModelSpec& part, ModelWeights weights, std::shared_ptr<const void> owner,
+        const Options& options);
   static EntryLimit limit_of(const ModelSpec& model, const Options& options);
   /// Calls f(member, dtype, shape) for each tensor that a model takes memory for. `member` is a Tensor or a list of
   /// them.
@@ -113,6 +125,13 @@ class Model final : public ModelRunner {
   std::int64_t most_tokens() const;
   /// Divides a step into what goes through the model together.
   std::vector<std::vector<Piece>> passes_of(std::span<const StepPart> parts, bool own) const;
+  /// create() for one process, whose group does not hear of what is refused.
+  static Result<std::unique_ptr<Model>> create_alone(const ModelSpec& model, ModelWeights weights,
+                                                     std::shared_ptr<const void> owner, const Options& options);
+  /// What all processes of the group must have alike.
+  static std::string identity(const ModelSpec& whole, const ModelWeights& weights, const Options& options);
+  /// The sum over the ranks, in the place of this rank's part.
+  Status sum_over_ranks(const AnyView<2>& part);
   /// With norm_alone the head makes no logits.
   Status pass(std::span<const Piece> pieces, bool norm_alone, const Visit& visit);
   /// Makes room in the pages for what these runs write. Code::out_of_memory, and no change, where too few are free.
@@ -120,6 +139,7 @@ class Model final : public ModelRunner {
   /// Goes through a slot's last step again, and names the first site that makes a NaN.
   std::string first_nan(std::int64_t slot);
 
+  ModelSpec whole_;  // what spec_ is a part of, in a group
   ModelSpec spec_;
   Options options_;
   Visit visit_;
@@ -135,6 +155,7 @@ class Model final : public ModelRunner {
   std::vector<Tensor> hidden_;               // the embedding and the layers' outputs, in turn
   Tensor cos_, sin_;  // (capacity, rotary_dim / 2); of streams a pass's own rows: its tokens', then those for the sinks
   Tensor final_norm_, logits_, step_logits_;
+  std::vector<std::byte> parts_;  // of all ranks, in an exchange
 };
 
 }  // namespace cf::cpu_ref

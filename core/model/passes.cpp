@@ -4,6 +4,8 @@
 #include <array>
 #include <optional>
 
+#include "core/model/ranks.hpp"
+
 namespace cf {
 namespace {
 
@@ -154,8 +156,7 @@ Program with_all_reduce(Program program, const ModelSpec& m) {
   Program summed;
   for (Node& node : program.nodes) {
     const SiteId site = node.at.site.id;
-    const bool is_summed =
-        site == SiteId::dense_4h_to_h || (site == SiteId::dense && m.traits.residual == Residual::sequential);
+    const bool is_summed = makes_part(m, site);
     const AnyView<2> y = is_summed ? std::get<ops::Linear::Args>(node.call).y : AnyView<2>();
     ModelSite at = node.at;
     summed.nodes.push_back(std::move(node));

@@ -1,5 +1,8 @@
 #include "core/model/ranks.hpp"
 
+#include <algorithm>
+#include <array>
+#include <cstdio>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -206,6 +209,73 @@ Result<ModelWeights> outline_of_rank(const ModelSpec& whole, const ModelWeights&
     outline.layers[l] = cut->weights;
   }
   return outline;
+}
+
+bool makes_part(const ModelSpec& m, SiteId site) {
+  if (m.ranks == 1) return false;
+  return site == SiteId::dense_4h_to_h || (site == SiteId::dense && m.traits.residual == Residual::sequential);
+}
+
+std::string identity_of(const ModelSpec& m, const ModelWeights& model) {
+  const ModelShape& s = m.shape;
+  const ModelTraits& t = m.traits;
+  const ops::RopeScaling& scaling = t.rope_scaling;
+  std::string text = "model_type " + std::string(family_of(m).model_type);
+  const auto add = [&](std::string_view name, double value) {
+    std::array<char, 32> number{};
+    (void)std::snprintf(number.data(), number.size(), "%.17g", value);
+    text += "\n" + std::string(name) + " " + number.data();
+  };
+  for (const auto& [name, size] : {std::pair{"hidden_size", s.hidden_size},
+                                   {"num_layers", s.num_layers},
+                                   {"num_heads", s.num_heads},
+                                   {"num_kv_heads", s.num_kv_heads},
+                                   {"head_dim", s.head_dim},
+                                   {"intermediate_size", s.intermediate_size},
+                                   {"vocab_size", s.vocab_size},
+                                   {"rotary_dim", s.rotary_dim},
+                                   {"max_positions", s.max_positions},
+                                   {"qkv_layout", std::int64_t(s.qkv_layout)},
+                                   {"head_norm", std::int64_t(s.head_norm)},
+                                   {"norm", std::int64_t(t.norm)},
+                                   {"activation", std::int64_t(t.activation)},
+                                   {"residual", std::int64_t(t.residual)},
+                                   {"positions", std::int64_t(t.positions)},
+                                   {"qkv_bias", std::int64_t(t.qkv_bias)},
+                                   {"dense_bias", std::int64_t(t.dense_bias)},
+                                   {"mlp_bias", std::int64_t(t.mlp_bias)},
+                                   {"tied_embeddings", std::int64_t(t.tied_embeddings)},
+                                   {"window", t.window},
+                                   {"rope_scaling", std::int64_t(scaling.kind)},
+                                   {"original_max_positions", scaling.original_max_positions}})
+    add(name, double(size));
+  for (const auto& [name, value] : {std::pair{"layer_norm_eps", t.layer_norm_eps},
+                                    {"rope_theta", t.rope_theta},
+                                    {"factor", scaling.factor},
+                                    {"low_freq_factor", scaling.low_freq_factor},
+                                    {"high_freq_factor", scaling.high_freq_factor}})
+    add(name, value);
+  text += "\nfull_layers ";
+  for (const bool full : t.full_layers) text += full ? '1' : '0';
+  text += "\nweights " + std::string(to_string(model.embed_in.dtype));
+  WeightFormat linears;
+  for (const LayerWeights& layer : model.layers)
+    for_each_linear(m, layer, [&](const Site&, const LinearParams& l, const LinearSize&) {
+      if (const WeightFormat format = format_of(l.weight); format.bits) linears = format;
+    });
+  if (linears.bits)
+    text += ", GPTQ of " + std::to_string(linears.bits) + " bits, groups of " + std::to_string(linears.group_size);
+  // FNV-1a.
+  constexpr std::int64_t most_bytes = 4096;
+  std::uint64_t hash = 0xcbf29ce484222325;
+  for_each_model_weight(m, model, [&](const TensorSpec&, const auto& view, const auto&) {
+    const auto* const bytes = reinterpret_cast<const unsigned char*>(view.data);
+    for (std::int64_t i = 0; bytes && i < std::min(view.bytes(), most_bytes); ++i)
+      hash = (hash ^ bytes[i]) * 0x100000001b3;
+  });
+  std::array<char, 24> digits{};
+  (void)std::snprintf(digits.data(), digits.size(), "%016llx", static_cast<unsigned long long>(hash));
+  return text + "\nhash of weights " + digits.data();
 }
 
 }  // namespace cf

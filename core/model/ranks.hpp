@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <string>
 
 #include "core/model/weights.hpp"
 #include "core/status.hpp"
@@ -20,5 +21,13 @@ Result<OwnedLayerWeights> layer_of_rank(const ModelSpec& whole, const LayerWeigh
 /// as their first elements go: their values must not be read.
 Result<ModelWeights> outline_of_rank(const ModelSpec& whole, const ModelWeights& model, std::int64_t rank,
                                      std::int64_t ranks);
+
+/// Whether what this product makes is a rank's part of a sum over the ranks: mlp.dense_4h_to_h and, with a sequential
+/// residual, attention.dense. No product's on one rank.
+bool makes_part(const ModelSpec& m, SiteId site);
+
+/// What ranks that share a model must have alike, a line each: sizes, arithmetic, formats of weights, and a hash of the
+/// first bytes of every tensor that has values, in which another revision's differ.
+std::string identity_of(const ModelSpec& whole, const ModelWeights& model);
 
 }  // namespace cf

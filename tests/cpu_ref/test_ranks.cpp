@@ -1,16 +1,8 @@
 // Ranks that share a model, on the oracle: their programs, run beside each other with a sum at each all_reduce, compute
 // what the whole model computes.
-#include <arpa/inet.h>
-#include <sys/socket.h>
-#include <sys/time.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -30,19 +22,6 @@ namespace {
 void require_ok(const Status& s) {
   INFO(s.message());
   REQUIRE(s);
-}
-
-/// small_models(), with sizes that four ranks divide.
-std::vector<ModelConfig> divisible_models() {
-  std::vector<ModelConfig> all = small_models();
-  for (ModelConfig& m : all) {
-    m.hidden_size = 64;
-    m.num_attention_heads = 8;
-    if (m.num_key_value_heads) m.num_key_value_heads = m.num_key_value_heads == 2 ? 4 : 8;
-    m.intermediate_size = 128;
-    m.vocab_size = 64;
-  }
-  return all;
 }
 
 struct Format {
@@ -242,147 +221,6 @@ TEST_CASE("A rank's head makes its rows of the vocabulary, where the ranks divid
   CHECK(nodes_added(64, 2, 2) == 0);  // of three rows
   CHECK(nodes_added(66, 3, 4) == 0);
   CHECK(nodes_added(48, 3, 4) == 0);  // 12 ids a rank
-}
-
-namespace {
-
-/// A stand-in for the wire between two processes: a connection over loopback. Each side sends its part and is given the
-/// other's.
-class Loopback {
- public:
-  /// Rank 0 listens, and says at which port.
-  static int listen_at(int& port) {
-    const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
-    REQUIRE(socket >= 0);
-    give_up_after_a_minute(socket);
-    sockaddr_in at = address(0);
-    socklen_t size = sizeof at;
-    REQUIRE(::bind(socket, reinterpret_cast<sockaddr*>(&at), size) == 0);
-    REQUIRE(::listen(socket, 1) == 0);
-    REQUIRE(::getsockname(socket, reinterpret_cast<sockaddr*>(&at), &size) == 0);
-    port = ntohs(at.sin_port);
-    return socket;
-  }
-  static Loopback accept_from(int listener) { return Loopback(::accept(listener, nullptr, nullptr)); }
-  static Loopback connect_to(int port) {
-    const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
-    const sockaddr_in at = address(port);
-    REQUIRE(::connect(socket, reinterpret_cast<const sockaddr*>(&at), sizeof at) == 0);
-    return Loopback(socket);
-  }
-  Loopback(const Loopback&) = delete;
-  Loopback& operator=(const Loopback&) = delete;
-  ~Loopback() { (void)::close(socket_); }
-
-  /// The parts are smaller than what a socket holds: both sides may send before they receive.
-  std::vector<std::byte> exchange(std::span<const std::byte> mine) const {
-    for (std::size_t sent = 0; sent < mine.size();) {
-      const ssize_t n = ::send(socket_, mine.data() + sent, mine.size() - sent, MSG_NOSIGNAL);
-      REQUIRE(n > 0);
-      sent += std::size_t(n);
-    }
-    std::vector<std::byte> theirs(mine.size());
-    for (std::size_t got = 0; got < theirs.size();) {
-      const ssize_t n = ::recv(socket_, theirs.data() + got, theirs.size() - got, 0);
-      REQUIRE(n > 0);
-      got += std::size_t(n);
-    }
-    return theirs;
-  }
-
- private:
-  explicit Loopback(int socket) : socket_(socket) {
-    REQUIRE(socket >= 0);
-    give_up_after_a_minute(socket);
-  }
-  static void give_up_after_a_minute(int socket) {
-    const timeval minute{.tv_sec = 60, .tv_usec = 0};
-    REQUIRE(::setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &minute, sizeof minute) == 0);
-  }
-  static sockaddr_in address(int port) {
-    sockaddr_in at{};
-    at.sin_family = AF_INET;
-    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    at.sin_port = htons(std::uint16_t(port));
-    return at;
-  }
-  int socket_;
-};
-
-/// Runs one of two ranks' programs in this process. Returns the logits.
-std::vector<std::byte> run_rank(const ModelConfig& m, std::int64_t rank, const Loopback& wire) {
-  const HostStep whole(m, 1, 3, DType::f64, DType::f32, {});
-  const auto step = step_of_rank(m, whole, rank, 2, 1, 3, DType::f64);
-  const Result<Program> program = step->record();
-  require_ok(program.status());
-  Tensor head(DType::f64, {3, m.vocab_size / 2});
-  require_ok(run_program(with_rank_head(with_all_reduce(*program, step->spec), step->spec, rank, head.view<2>()),
-                         [&]<class Args>(Args args) -> Status {
-                           if constexpr (is_exchange<Args>) {
-                             const std::span mine(static_cast<const std::byte*>(args.x.data),
-                                                  std::size_t(args.x.bytes()));
-                             const std::vector<std::byte> theirs = wire.exchange(mine);
-                             std::vector<std::byte> all(mine.begin(), mine.end());
-                             all.insert(rank == 0 ? all.end() : all.begin(), theirs.begin(), theirs.end());
-                             args.x.data = all.data();
-                             args.x.shape[0] = 2;
-                             return cpu_ref::run(args);
-                           } else {
-                             return cpu_ref::run(args);
-                           }
-                         }));
-  const auto* logits = static_cast<const std::byte*>(step->tensors.logits.data);
-  return {logits, logits + step->tensors.logits.bytes()};
-}
-
-}  // namespace
-
-// The second process of the case below, which starts it.
-TEST_CASE("Rank 1 in a process of its own", "[.][rank-process]") {
-  const char* const port = std::getenv("CF_RANK_PORT");
-  REQUIRE(port);
-  const Loopback wire = Loopback::connect_to(std::atoi(port));
-  for (const ModelConfig& m : divisible_models()) {
-    const std::vector<std::byte> logits = run_rank(m, 1, wire);
-    CHECK(wire.exchange(logits) == logits);
-  }
-}
-
-TEST_CASE("Two processes share a model: their logits are the whole's, alike in both", "[ranks]") {
-  int port = 0;
-  const int listener = Loopback::listen_at(port);
-  char self[4096] = {};
-  REQUIRE(::readlink("/proc/self/exe", self, sizeof self - 1) > 0);
-  const pid_t child = ::fork();
-  REQUIRE(child >= 0);
-  if (child == 0) {
-    (void)::setenv("CF_RANK_PORT", std::to_string(port).c_str(), 1);
-    (void)::execl(self, self, "[rank-process]", static_cast<char*>(nullptr));
-    ::_exit(127);
-  }
-  {
-    const Loopback wire = Loopback::accept_from(listener);
-    (void)::close(listener);
-    for (const ModelConfig& m : divisible_models()) {
-      INFO(m.name);
-      const std::vector<std::byte> logits = run_rank(m, 0, wire);
-      CHECK(wire.exchange(logits) == logits);
-      HostStep whole(m, 1, 3, DType::f64, DType::f32, {});
-      const Result<Program> program = whole.record();
-      require_ok(program.status());
-      require_ok(run_program(*program, [](const auto& args) { return cpu_ref::run(args); }));
-      Tensor ours(DType::f64, {3, m.vocab_size}), theirs(DType::f64, {3, m.vocab_size});
-      std::memcpy(ours.data(), logits.data(), logits.size());
-      std::memcpy(theirs.data(), whole.tensors.logits.data, logits.size());
-      const auto error = compare(ours, theirs);
-      require_ok(error.status());
-      CHECK(error->rel_l2 < 1e-11);
-    }
-  }
-  int status = 0;
-  REQUIRE(::waitpid(child, &status, 0) == child);
-  CHECK(WIFEXITED(status));
-  CHECK(WEXITSTATUS(status) == 0);
 }
 
 TEST_CASE("What goes wrong between ranks shows", "[ranks][mutations]") {

@@ -18,6 +18,8 @@ ROOMS = {
     # What a family of models is.
     "core/families": ["core", "core/ops"],
     "core/model": ["core", "core/ops", "core/families"],
+    # Processes that share a model: where they meet, and what they exchange.
+    "core/ranks": ["core"],
     # The op that is the walk of a layer, and the list that has it too.
     "core/ops/decode_layer": ["core", "core/ops", "core/families", "core/model"],
     "core/ops/all": ["core/ops", "core/ops/decode_layer"],

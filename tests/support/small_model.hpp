@@ -38,6 +38,19 @@ inline std::vector<ModelConfig> small_models() {
   return all;
 }
 
+/// small_models(), with sizes that four ranks divide.
+inline std::vector<ModelConfig> divisible_models() {
+  std::vector<ModelConfig> all = small_models();
+  for (ModelConfig& m : all) {
+    m.hidden_size = 64;
+    m.num_attention_heads = 8;
+    if (m.num_key_value_heads) m.num_key_value_heads = m.num_key_value_heads == 2 ? 4 : 8;
+    m.intermediate_size = 128;
+    m.vocab_size = 64;
+  }
+  return all;
+}
+
 /// A step of a model whose tensors lie on the host: weights and caches are procedural, all else is zero. Steps of the
 /// same arguments hold the same values.
 class HostStep {
