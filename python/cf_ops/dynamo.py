@@ -64,7 +64,7 @@ def make_worker(args: argparse.Namespace) -> Any:
     directory = os.path.abspath(program.model_directory(args))  # a front end elsewhere reads the tokenizer there
     processes.check_model(directory)
     capacity = args.capacity or processes.default_capacity(directory)
-    on_gpu_with_echo = args.echo and args.device != "cpu"
+    on_gpu_with_echo = args.echo and (args.devices is not None or args.device != "cpu")
     model = program.open_model(args, args.slots + on_gpu_with_echo, capacity)
     name = processes.served_name(args, directory)
     engine = _engine_class()(model, name, capacity, args)

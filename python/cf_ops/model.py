@@ -110,12 +110,14 @@ class Model:
         *,
         cache: _CacheOptions | None = None,
         steps: _StepOptions | None = None,
+        devices: Sequence[int] = (),
     ) -> None:
         self.weights = weights
         self.directory = directory
         self.activation = activation
         self.eos_token_ids = eos_token_ids
         self._on_device = on_device
+        self._devices = list(devices)
         self._cache: _CacheOptions = cache or {}
         self._steps: _StepOptions = steps or {}
         self._tokenizer: Tokenizer | None = None
@@ -123,8 +125,13 @@ class Model:
 
     @property
     def device(self) -> str:
-        """What runs the model: "cpu" or "cuda:0"."""
+        """What runs the model: "cpu" or "cuda:0"; of several GPUs the first."""
         return "cpu" if self._on_device is None else f"cuda:{self._on_device.device}"
+
+    @property
+    def devices(self) -> list[int]:
+        """The numbers of the GPUs that share the model, or of its only one; none on the CPU."""
+        return [] if self._on_device is None else self._devices or [self._on_device.device]
 
     @property
     def impl(self) -> str | None:
@@ -726,4 +733,4 @@ def on_device(
     # A stream's capacity follows from its window and the chunk.
     chunk = _CHUNK if cache and cache.get("window") else min(_CHUNK, max(1, capacity))
     made = device_model(weights, device, slots, capacity, chunk, impl, devices=list(devices), **(cache or {}))
-    return Model(weights, path, made.activation, eos_token_ids, made, cache=cache, steps=steps)
+    return Model(weights, path, made.activation, eos_token_ids, made, cache=cache, steps=steps, devices=devices)

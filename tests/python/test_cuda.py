@@ -159,6 +159,11 @@ def test_cublaslt_is_found_beside_torch(tmp_path: pathlib.Path, monkeypatch: pyt
         (["--device", "cuda", "--activation", "float64"], "--activation: expected with --device cpu"),
         (["--device", "cuda", "--threads", "2"], "--threads: expected with --device cpu"),
         (["--device", "cuda", "--impl", "fast"], "--impl: invalid choice"),
+        (["--devices", "0,0"], "--devices: expected different GPUs, such as [0, 1], got [0, 0]"),
+        (["--devices", "0,x"], "--devices: expected an integer of 0 to 9999, got 'x'"),
+        (["--devices", "0,1", "--device", "cuda:1"], "--device: expected none beside devices, got 'cuda:1'"),
+        (["--devices", "0,1", "--threads", "2"], "--threads: expected with --device cpu"),
+        (["--devices", "0,1"], "no CUDA"),
         (["--device", "cuda"], "no CUDA"),
     ],
 )

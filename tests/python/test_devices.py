@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import pathlib
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cf_ops
-from cf_ops import _core
+from cf_ops import _core, cli
 from cf_ops._device import gpu_numbers
+from cf_ops.cli import _program as program
+from cf_ops.cli import serve
+from cf_ops.serve import _processes as processes
+from cf_ops.serve._processes import Server
 
 
 def has_gpus(count: int) -> bool:
@@ -41,6 +48,93 @@ def test_other_devices_are_refused(device: str, devices: Any, error: type[Except
         cf_ops.load("pythia-14m", device=device, devices=devices)
 
 
+class Loaded(Exception):
+    """Instead of a model: what it would have been loaded with."""
+
+
+@pytest.mark.parametrize(
+    "command, own",
+    [
+        ("generate", ["--prompt-ids", "1,2"]),
+        ("stream", ["--prompt-ids", "1,2"]),
+        ("eval", ["--tokens", "ids.npy"]),
+        ("memorize", ["--tokens", "rows.npy", "--context", "2", "--continuation", "2"]),
+    ],
+)
+def test_commands_load_a_model_that_gpus_share(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, command: str, own: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("ids.npy", np.arange(9, dtype=np.int32))
+    np.save("rows.npy", np.arange(9, dtype=np.int32).reshape(1, 9))
+    checked: list[int] = []
+    monkeypatch.setattr(_core, "check_cuda_device", checked.append)
+
+    def load(path: str, **options: Any) -> None:
+        raise Loaded(path, options)
+
+    monkeypatch.setattr(program, "load", load)
+    with pytest.raises(Loaded) as loaded:
+        cli.main([command, "--model", "pythia-14m", *own, "--devices", "3,1", "--impl", "graph"])
+    path, options = loaded.value.args
+    assert path == "pythia-14m"
+    assert options["devices"] == [3, 1] and "device" not in options and options["impl"] == "graph"
+    assert set(checked) == {1, 3}
+
+
+def test_a_bench_of_a_model_that_gpus_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "check_cuda_device", lambda number: None)
+
+    def on_device(weights: Any, path: str, eos: Any, device: int, **options: Any) -> None:
+        raise Loaded(device, options)
+
+    monkeypatch.setattr(program, "on_device", on_device)
+    with pytest.raises(Loaded) as loaded:
+        cli.main(["bench", "--model", "pythia-14m", "--devices", "3,1"])
+    device, options = loaded.value.args
+    assert device == 3 and options["devices"] == [3, 1]
+
+
+def test_a_server_hands_its_worker_the_gpus() -> None:
+    parser = argparse.ArgumentParser()
+    serve.declare(parser)
+    args = parser.parse_args(["--model", "m", "--devices", "0,1"])
+    words = Server(args, "name", ["cpu"])._worker_arguments("cpu")
+    assert words[words.index("--devices") + 1] == "0,1"
+    assert "--devices" not in Server(parser.parse_args(["--model", "m"]), "name", ["cpu"])._worker_arguments("cpu")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--gpus", "2"], "--devices: expected without --gpus"),
+        (["--workers", "2"], "--workers: expected on the CPU alone"),
+    ],
+)
+def test_a_server_takes_either_a_worker_a_gpu_or_gpus_that_share(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.setattr(processes, "check_packages", lambda: None)
+    parser = argparse.ArgumentParser()
+    serve.declare(parser)
+    with pytest.raises(ValueError, match=message):
+        serve.run(parser.parse_args(["--model", "m", "--devices", "0,1", *words]))
+
+
+@pytest.mark.parametrize("command", ["activations", "sweep"])
+def test_what_needs_taps_or_other_weights_takes_no_several_gpus(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    own = {
+        "activations": ["--model", "m", "--tokens", "t.npy", "--out", "d"],
+        "sweep": ["--folders", "d", "--metric", "perplexity", "--out", "d.json"],
+    }
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, *own[command], "--devices", "0,1"])
+    assert ended.value.code == 2
+    assert "unrecognized arguments: --devices 0,1" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not has_gpus(2), reason="there are no two GPUs that this build has kernels for")
 def test_two_gpus_make_the_logits_of_one() -> None:
     ids = [1, 2, 3, 4]
@@ -48,6 +142,7 @@ def test_two_gpus_make_the_logits_of_one() -> None:
         expected = one.logits(ids)
     with cf_ops.load("pythia-70m", devices=[0, 1], slots=4) as two:
         assert two.impl == "graph"
+        assert two.device == "cuda:0" and two.devices == [0, 1]
         assert abs(two.logits(ids) - expected).max() < 0.02 * abs(expected).max()
         first, again = (two.generate_batch([[1, 2, 3], [4, 5]], max_new_tokens=16) for _ in range(2))
         assert [r.ids for r in first] == [r.ids for r in again]

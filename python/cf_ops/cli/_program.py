@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from cf_ops import _core
-from cf_ops._device import cuda_index
+from cf_ops._device import cuda_index, gpu_numbers
 from cf_ops._results import replacing
 from cf_ops.model import Model, find_model, load, on_device, open_weights
 
@@ -111,8 +111,9 @@ def _check_own(args: argparse.Namespace, name: str, output: str) -> None:
             raise ValueError(f"{name}: expected a file of its own, got {output!r}, which is one of {option} {model}")
 
 
-def add_model(parser: argparse.ArgumentParser, json: bool = True) -> None:
-    """Declares the arguments of every command that runs a model. json: whether it writes a report."""
+def add_model(parser: argparse.ArgumentParser, json: bool = True, several: bool = True) -> None:
+    """Declares the arguments of every command that runs a model. json: whether it writes a report. several: whether
+    several GPUs may share the model, which then has no taps."""
     parser.add_argument(
         "--model",
         required=True,
@@ -121,11 +122,18 @@ def add_model(parser: argparse.ArgumentParser, json: bool = True) -> None:
         "with --revision a name of the Hugging Face hub, such as EleutherAI/pythia-70m",
     )
     parser.add_argument("--revision", metavar="NAME", help="download this branch, tag or commit of the hub's model")
-    add_device(parser)
+    add_device(parser, json)
+    if several:
+        parser.add_argument(
+            "--devices",
+            type=integers(0, 9999),
+            metavar="N,...",
+            help="the numbers of GPUs that share the model, such as 0,1, in place of --device",
+        )
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Declares where a model runs and what is written of it."""
+def add_device(parser: argparse.ArgumentParser, json: bool = True) -> None:
+    """Declares where a model runs and, with json, where a report is written to."""
     parser.add_argument(
         "--device", "--backend", type=device, default="cpu", metavar="DEVICE", help="cpu, cuda or cuda:N (default cpu)"
     )
@@ -197,15 +205,20 @@ def device(text: str) -> str:
 
 
 def check_device(args: argparse.Namespace) -> int | None:
-    """The number of the GPU that the arguments name, None for the CPU. Refuses a GPU that is not there, and arguments of
-    the other device."""
-    index = cuda_index(args.device)
+    """The number of the first GPU that the arguments name, None for the CPU. Refuses a GPU that is not there, and
+    arguments of the other device."""
+    try:
+        shared = gpu_numbers(args.device, getattr(args, "devices", None))
+    except ValueError as error:
+        raise ValueError(f"--{error}") from None
+    index = shared[0] if shared else cuda_index(args.device)
     others = ("impl",) if index is None else ("activation", "threads")
     for name in others:
         if getattr(args, name, None) is not None:
             raise ValueError(f"--{name}: expected with --device {'cuda' if index is None else 'cpu'}")
     if index is not None:
-        _core.check_cuda_device(index)
+        for number in shared or [index]:
+            _core.check_cuda_device(number)
     return index
 
 
@@ -226,8 +239,9 @@ def open_model(args: argparse.Namespace, slots: int, capacity: int, layers: int 
     if index is None:
         model = load(directory, layers=layers, activation=args.activation, threads=args.threads, **options)
     else:
-        impl, capacity = args.impl or "auto", max(1, capacity)
-        model = load(directory, device=args.device, layers=layers, slots=slots, capacity=capacity, impl=impl, **options)
+        where = {"devices": args.devices} if getattr(args, "devices", None) else {"device": args.device}
+        sizes = {"slots": slots, "capacity": max(1, capacity)}
+        model = load(directory, **where, layers=layers, **sizes, impl=args.impl or "auto", **options)
     print_notes(model)
     return model
 
@@ -243,9 +257,9 @@ def open_models(args: argparse.Namespace, slots: Sequence[int], capacity: int) -
     directory = model_directory(args)
     weights, eos_token_ids = open_weights(directory, for_gpu=True)
     for place, count in enumerate(slots):
-        model = on_device(
-            weights, directory, eos_token_ids, index, slots=count, capacity=capacity, impl=args.impl or "auto"
-        )
+        sizes = {"slots": count, "capacity": capacity}
+        impl, shared = args.impl or "auto", args.devices or ()
+        model = on_device(weights, directory, eos_token_ids, index, **sizes, impl=impl, devices=shared)
         if place == 0:
             print_notes(model)
         yield count, model
@@ -279,6 +293,8 @@ def about(command: str, args: argparse.Namespace, model: Model) -> dict[str, Any
     else:
         driver, runtime = _core.cuda_versions()
         report |= {"gpu": gpu_name(model), "cuda_driver": driver, "cuda_runtime": runtime, "impl": model.impl}
+        if len(model.devices) > 1:
+            report["devices"] = model.devices
     return report | {"model": args.model, "activation_dtype": model.activation}
 
 
@@ -286,11 +302,12 @@ def describe_device(model: Model) -> str:
     """What has run a model: "2 threads of <CPU>", or the GPU's name and the impl."""
     if model.device == "cpu":
         return f"{_core.num_threads()} threads of {cpu_name()}"
-    return f"{gpu_name(model)}, impl {model.impl}"
+    several = f"{len(model.devices)} x " if len(model.devices) > 1 else ""
+    return f"{several}{gpu_name(model)}, impl {model.impl}"
 
 
 def gpu_name(model: Model) -> str:
-    """The name of the GPU that a model is on."""
+    """The name of the GPU that a model is on, or of the first of several, which are of one kind."""
     index = cuda_index(model.device)
     return "" if index is None else _core.cuda_device(index)[0]
 

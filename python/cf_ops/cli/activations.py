@@ -15,7 +15,7 @@ _MOST = 1 << 20
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    program.add_model(parser)
+    program.add_model(parser, several=False)  # each GPU has a part of what a module makes
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts-file", metavar="FILE", help="texts, a line each; empty lines are left out")
     source.add_argument(

@@ -28,7 +28,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     processes.check_packages()
-    if args.workers is not None and (args.gpus is not None or args.device != "cpu"):
+    if args.devices is not None and args.gpus is not None:
+        raise ValueError("--devices: expected without --gpus, which has a worker with the whole model a GPU")
+    if args.workers is not None and (args.gpus is not None or args.devices is not None or args.device != "cpu"):
         raise ValueError("--workers: expected on the CPU alone; --gpus has a worker a GPU")
     devices = [args.device] * (args.workers or 1)
     if args.gpus is not None:

@@ -258,7 +258,7 @@ class Server:
         given += [("--activation", args.activation), ("--threads", args.threads), ("--slots", args.slots)]
         given += [("--capacity", args.capacity), ("--queue", args.queue), ("--drain", args.drain)]
         given += [("--pages", args.pages), ("--page-entries", args.page_entries), ("--step-tokens", args.step_tokens)]
-        given += [("--name", self._name)]
+        given += [("--name", self._name), ("--devices", ",".join(map(str, args.devices or [])) or None)]
         flags = [("--share-prefixes", args.share_prefixes), ("--invariant", args.invariant), ("--echo", args.echo)]
         words = [word for name, value in given if value is not None for word in (name, str(value))]
         return words + [name for name, is_set in flags if is_set]
