@@ -99,8 +99,7 @@ Result<std::unique_ptr<Model>> Model::create_alone(const ModelSpec& model, Model
   if (o.group) CF_TRY(o.group->agree(identity(model, weights, o)));
   CF_TRY_ASSIGN(PartWeights part, cut(model, std::move(weights), std::move(owner), o));
   CF_TRY(check_memory("model", model, o));
-  return std::unique_ptr<Model>(
-      new Model(model, part_of(model, o), std::move(part.weights), std::move(part.owner), o));
+  return std::unique_ptr<Model>(new Model(model, part_of(model, o), std::move(part.weights), std::move(part.owner), o));
 }
 
 std::string Model::identity(const ModelSpec& whole, const ModelWeights& weights, const Options& o) {

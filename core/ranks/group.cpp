@@ -53,7 +53,8 @@ Status broken(std::string what) { return Status::error(Code::io_error, "ranks: "
 /// The first line that differs, or what stands for it where one of the texts has ended.
 std::string line_of(const std::string& text, std::size_t number) {
   std::size_t first = 0;
-  for (std::size_t i = 0; i < number && first <= text.size(); ++i) first = std::min(text.find('\n', first), text.size()) + 1;
+  for (std::size_t i = 0; i < number && first <= text.size(); ++i)
+    first = std::min(text.find('\n', first), text.size()) + 1;
   if (first > text.size()) return "no more";
   return "'" + text.substr(first, text.find('\n', first) - first) + "'";
 }
@@ -178,8 +179,7 @@ struct RankGroup::State {
     while (!missing().empty()) {
       pollfd coming{.fd = listener.descriptor(), .events = POLLIN, .revents = 0};
       const Io io = ranks::wait_for({&coming, 1}, until);
-      if (io == Io::late)
-        return broken(missing() + " not come to " + place() + " within " + seconds(patience_s()));
+      if (io == Io::late) return broken(missing() + " not come to " + place() + " within " + seconds(patience_s()));
       if (io != Io::done) return fault(0, io, until);
       if (Socket came = listener.accept()) CF_TRY(greet(std::move(came), until));
     }

@@ -46,7 +46,7 @@ class RankGroup {
   /// An exchange: all ranks' bytes, side by side in the order of the ranks. All ranks make the same exchanges in the
   /// same order; what differs in its number or size ends the group. `all` has ranks() times the bytes of `mine`.
   Status gather(std::span<const std::byte> mine, std::span<std::byte> all);
-  /// Refuses texts that differ, on all ranks with the same line, which names the first rank that differs from rank 0 and
+  /// Refuses texts that differ, on all ranks with the same line. It names the first rank that differs from rank 0, and
   /// the first of its lines that does: "ranks: rank 1 has 'hidden_size 64', expected 'hidden_size 32' as rank 0 has".
   /// The group goes on.
   Status agree(const std::string& text);

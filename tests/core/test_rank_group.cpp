@@ -1,5 +1,5 @@
-// Processes that share a model, here as threads: where they meet, what they exchange, and what they say when one of them
-// is missing, fails, differs or is silent.
+// Processes that share a model, here as threads: where they meet, what they exchange, and what they say when one of
+// them is missing, fails, differs or is silent.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -116,8 +116,8 @@ TEST_CASE("Every rank is given the parts of all, in the order of the ranks", "[r
       for (int i = 0; i < 50; ++i) CF_TRY(gather(**group, 10 * i + r, small[std::size_t(r)]));
       const std::string mine(bytes, char('a' + r));
       large[std::size_t(r)].resize(bytes * std::size_t(ranks));
-      CF_TRY((*group)->gather(std::as_bytes(std::span(mine)),
-                              std::as_writable_bytes(std::span(large[std::size_t(r)]))));
+      CF_TRY(
+          (*group)->gather(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(large[std::size_t(r)]))));
       return (*group)->gather({}, {});
     });
     for (std::size_t r = 0; r < std::size_t(ranks); ++r) {
@@ -159,19 +159,21 @@ TEST_CASE("A rank that never starts is named", "[ranks]") {
         o.join_s = e.rank == 0 || e.rank == 2 ? 0.5 : 5;
         if (e.rank == 2) e.port = 1;  // it looks for rank 0 where nobody is
       });
-  CHECK(refusal_fault(ended[0], Code::io_error, {"ranks: rank", "2", " not come to 127.0.0.1:", " within 0.5 s"}) == "");
-  CHECK(refusal_fault(ended[2], Code::io_error, {"ranks: rank 2 has found no rank 0 at 127.0.0.1:1 within 0.5 s"}) == "");
+  CHECK(refusal_fault(ended[0], Code::io_error, {"ranks: rank", "2", " not come to 127.0.0.1:", " within 0.5 s"}) ==
+        "");
+  CHECK(refusal_fault(ended[2], Code::io_error, {"ranks: rank 2 has found no rank 0 at 127.0.0.1:1 within 0.5 s"}) ==
+        "");
   for (const std::size_t r : {1, 3}) {
     // The others are told, but where they come when rank 0 has given up.
     INFO(ended[r].message());
-    CHECK((ended[r].message() == ended[0].message() || ended[r].message().find("found no rank 0") != std::string::npos));
+    CHECK(
+        (ended[r].message() == ended[0].message() || ended[r].message().find("found no rank 0") != std::string::npos));
   }
 }
 
 TEST_CASE("Ranks of other groups, two of a kind, and strangers", "[ranks]") {
   const auto sized = on_ranks(
-      2, [](auto group, std::int64_t) { return group.status(); },
-      [](RankEnvironment& e, auto&) { e.ranks += e.rank; });
+      2, [](auto group, std::int64_t) { return group.status(); }, [](RankEnvironment& e, auto&) { e.ranks += e.rank; });
   for (const Status& s : sized)
     CHECK(refusal_fault(s, Code::io_error, {"ranks: rank 1 has WORLD_SIZE 3, expected 2 as rank 0 has"}) == "");
 
@@ -203,7 +205,8 @@ TEST_CASE("Where rank 0 cannot listen, or no such host is, the line says so", "[
   taken.listen();
   const RankEnvironment zero{.rank = 0, .ranks = 2, .host = "127.0.0.1", .port = taken.port()};
   CHECK(refusal_fault(RankGroup::join(zero, {}).status(), Code::io_error,
-                      {"ranks: rank 0 cannot listen at 127.0.0.1:", "in use", "expected a free port of this host"}) == "");
+                      {"ranks: rank 0 cannot listen at 127.0.0.1:", "in use", "expected a free port of this host"}) ==
+        "");
   for (const std::int64_t rank : {0, 1})
     CHECK(refusal_fault(RankGroup::join({.rank = rank, .ranks = 2, .host = "no host", .port = 1}, {}).status(),
                         Code::invalid_argument, {"MASTER_ADDR: expected", "'no host'"}) == "");
@@ -278,9 +281,8 @@ TEST_CASE("A check ends a rank's waiting, and the others hear of it", "[ranks]")
   const auto ended = on_ranks(2, [&](auto group, std::int64_t r) -> Status {
     CF_TRY(group.status());
     if (r == 1) {
-      (*group)->check_between([asked = 0]() mutable {
-        return ++asked < 3 ? Status() : Status::error(Code::io_error, "enough");
-      });
+      (*group)->check_between(
+          [asked = 0]() mutable { return ++asked < 3 ? Status() : Status::error(Code::io_error, "enough"); });
       const Status stopped = gather(**group);
       has_ended = true;
       return stopped;

@@ -1,5 +1,5 @@
-// Models that several processes share, with sockets over loopback as the wire. The processes are this program again: each
-// runs a hidden case, and finds its rank in the variables that torchrun sets.
+// Models that several processes share, with sockets over loopback as the wire. The processes are this program again:
+// each runs a hidden case, and finds its rank in the variables that torchrun sets.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -43,12 +43,14 @@ Result<std::unique_ptr<Model>> model_of(const ModelConfig& m, const Format& form
 }
 
 /// The ids of three prompts in two slots: one is greedy, the others are drawn.
-Result<std::vector<Ids>> decode(std::unique_ptr<Model> model, const std::function<void()>& between = [] {}) {
+Result<std::vector<Ids>> decode(
+    std::unique_ptr<Model> model, const std::function<void()>& between = [] {}) {
   const Ids prompts[] = {{3, 1, 4, 1, 5}, {9, 2}, {6, 5, 3, 5, 8, 9, 7}};
   Decoder decoder(std::move(model), {});
   for (std::size_t i = 0; i < std::size(prompts); ++i)
     CF_TRY(decoder
-               .add(prompts[i], {.sampling = {.temperature = i == 0 ? 0.0f : 1.0f, .seed = 7}, .id = i, .max_new_tokens = 8})
+               .add(prompts[i],
+                    {.sampling = {.temperature = i == 0 ? 0.0f : 1.0f, .seed = 7}, .id = i, .max_new_tokens = 8})
                .status());
   while (decoder.active()) {
     CF_TRY(decoder.decode(1).status());
@@ -154,7 +156,8 @@ Result<std::shared_ptr<RankGroup>> join_here(std::int64_t rank, std::int64_t ran
 }
 
 /// Runs work(group) as each rank of a group, on threads of this process.
-std::vector<Status> on_threads(std::int64_t ranks, const std::function<Status(const std::shared_ptr<RankGroup>&)>& work) {
+std::vector<Status> on_threads(std::int64_t ranks,
+                               const std::function<Status(const std::shared_ptr<RankGroup>&)>& work) {
   const HeldPort port;
   std::vector<Status> ended(static_cast<std::size_t>(ranks));
   std::vector<std::thread> threads;
@@ -246,22 +249,21 @@ TEST_CASE("A rank with another model, other weights or other options is named on
     const char* expected;
     std::function<void(ModelConfig&, Model::Options&, std::uint64_t& seed, Format&)> change;  // of rank 1
   };
-  const Case cases[] = {
-      {"ranks: rank 1 has 'num_layers 3', expected 'num_layers 2' as rank 0 has",
-       [](auto& m, auto&, auto&, auto&) { m.num_hidden_layers = 3; }},
-      {"ranks: rank 1 has 'rope_theta 500', expected 'rope_theta 10000' as rank 0 has",
-       [](auto& m, auto&, auto&, auto&) { m.rope_theta = 500; }},
-      {"ranks: rank 1 has 'weights float16', expected 'weights float32' as rank 0 has",
-       [](auto&, auto&, auto&, Format& f) { f.dtype = DType::f16; }},
-      {"ranks: rank 1 has 'hash of weights ", [](auto&, auto&, auto& seed, auto&) { seed = 2; }},
-      {"ranks: rank 1 has 'chunk 7', expected 'chunk 512' as rank 0 has",
-       [](auto&, Model::Options& o, auto&, auto&) { o.chunk = 7; }},
-      // What a rank refuses by itself, the others hear of.
-      {"ranks: rank 1: model: invariant: expected activations of float32, got float64",
-       [](auto&, Model::Options& o, auto&, auto&) {
-         o.invariant = true;
-         o.activation = DType::f64;
-       }}};
+  const Case cases[] = {{"ranks: rank 1 has 'num_layers 3', expected 'num_layers 2' as rank 0 has",
+                         [](auto& m, auto&, auto&, auto&) { m.num_hidden_layers = 3; }},
+                        {"ranks: rank 1 has 'rope_theta 500', expected 'rope_theta 10000' as rank 0 has",
+                         [](auto& m, auto&, auto&, auto&) { m.rope_theta = 500; }},
+                        {"ranks: rank 1 has 'weights float16', expected 'weights float32' as rank 0 has",
+                         [](auto&, auto&, auto&, Format& f) { f.dtype = DType::f16; }},
+                        {"ranks: rank 1 has 'hash of weights ", [](auto&, auto&, auto& seed, auto&) { seed = 2; }},
+                        {"ranks: rank 1 has 'chunk 7', expected 'chunk 512' as rank 0 has",
+                         [](auto&, Model::Options& o, auto&, auto&) { o.chunk = 7; }},
+                        // What a rank refuses by itself, the others hear of.
+                        {"ranks: rank 1: model: invariant: expected activations of float32, got float64",
+                         [](auto&, Model::Options& o, auto&, auto&) {
+                           o.invariant = true;
+                           o.activation = DType::f64;
+                         }}};
   for (const Case& c : cases) {
     const auto ended = on_threads(2, [&](const std::shared_ptr<RankGroup>& group) -> Status {
       ModelConfig m = models[0];
@@ -279,9 +281,8 @@ TEST_CASE("A rank with another model, other weights or other options is named on
 
 TEST_CASE("What ranks cannot share is refused by name", "[ranks]") {
   const auto refused = [](const ModelConfig& m, const Format& format, const char* expected) {
-    const auto ended = on_threads(4, [&](const std::shared_ptr<RankGroup>& group) {
-      return model_of(m, format, {.group = group}).status();
-    });
+    const auto ended = on_threads(
+        4, [&](const std::shared_ptr<RankGroup>& group) { return model_of(m, format, {.group = group}).status(); });
     for (const Status& s : ended) {
       INFO(s.message());
       CHECK(s.message().find(expected) != std::string::npos);
@@ -359,7 +360,8 @@ TEST_CASE("A killed process ends the others with one line that names it", "[rank
     const HeldPort port;
     std::vector<std::unique_ptr<RankProcess>> all;
     for (std::int64_t r = 0; r < 4; ++r)
-      all.push_back(std::make_unique<RankProcess>(r == killed ? "[killed-rank]" : "[surviving-rank]", r, 4, port.port()));
+      all.push_back(
+          std::make_unique<RankProcess>(r == killed ? "[killed-rank]" : "[surviving-rank]", r, 4, port.port()));
     for (std::int64_t r = 0; r < 4; ++r) {
       INFO(r);
       const int ended = all[std::size_t(r)]->wait();
@@ -369,7 +371,8 @@ TEST_CASE("A killed process ends the others with one line that names it", "[rank
       }
       CHECK(WIFEXITED(ended));
       CHECK(WEXITSTATUS(ended) != 0);
-      CHECK(all[std::size_t(r)]->last_line().starts_with("ranks: rank " + std::to_string(killed) + " has gone in exchange "));
+      CHECK(all[std::size_t(r)]->last_line().starts_with("ranks: rank " + std::to_string(killed) +
+                                                         " has gone in exchange "));
     }
   }
 }
