@@ -327,7 +327,7 @@ TEST_CASE("A runner says how prompts are cut where nothing else is asked for, an
   CHECK(steps_of({.piece = 2}) == std::pair(std::int64_t(12), std::size_t(6)));
 }
 
-TEST_CASE("No prompts are scored at once; a step that failed can be made again; slots that are gone end it",
+TEST_CASE("No prompts are scored at once, a step that failed can be made again, slots that are gone end it",
           "[score]") {
   auto runner = std::make_unique<Toy>(1, 64, DType::f64);
   Toy& toy = *runner;

@@ -190,7 +190,7 @@ TEST_CASE("A length is a run's rows at least, and that of a sequence without row
                       {"kv_append: 'kv_len'[0] must be 1 to 11, got 12 (0 is idle)"}) == "");
 }
 
-TEST_CASE("An idle sequence keeps its cache and its results are NaN; the others do not see it", "[ops][runs]") {
+TEST_CASE("An idle sequence keeps its cache and its results are NaN, and the others do not see it", "[ops][runs]") {
   const Setup s{.model = model_of(2, 16, 8, 24),
                 .load = {.batch = 3, .q_len = 2, .kv_len = 9, .capacity = 11},
                 .activation = DType::f64};

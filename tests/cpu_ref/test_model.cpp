@@ -508,7 +508,7 @@ TEST_CASE("Sequences end at their stop ids and limits", "[model]") {
   CHECK(d.status(stopped));
 }
 
-TEST_CASE("A sequence that reaches the capacity says so and keeps its ids; the others go on", "[model]") {
+TEST_CASE("A sequence that reaches the capacity says so and keeps its ids, and the others go on", "[model]") {
   const Small small;
   Decoder d(small.model({.slots = 2, .capacity = 12, .chunk = 5}));
   const auto longer = taken(d.add(ids_of(9, 1))), shorter = taken(d.add(ids_of(2, 2)));

@@ -60,7 +60,7 @@ TEST_CASE("On the GPU a layer takes runs of 1, 5 and 300 rows in one call", "[gp
     }
 }
 
-TEST_CASE("On the GPU an idle sequence keeps its cache and its results are NaN; the others do not see it",
+TEST_CASE("On the GPU an idle sequence keeps its cache and its results are NaN, and the others do not see it",
           "[gpu][runs]") {
   for (std::int64_t q_len : {1, 2, 20}) {
     const Setup s{.model = model_of(2, 80, 20, 24),

@@ -747,7 +747,7 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
   CHECK(gptq_plan(kH200, {160, 321, 4}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm).grid == 0);
 }
 
-TEST_CASE("linear of 4 bits: which calls the wide kernel takes; its blocks have equal parts of the columns",
+TEST_CASE("linear of 4 bits: which calls the wide kernel takes, and its blocks have equal parts of the columns",
           "[plans]") {
   const GptqSizes sizes{160, 40, 4};
   for (std::int64_t tokens : {1, 8}) CHECK_FALSE(gptq_is_wide(kH200, sizes, tokens));
