@@ -25,9 +25,9 @@ KINDS = [
     # The tests themselves, and commands that reach out of the tree.
     (
         "elsewhere",
-        r"^(scripts/test|\.ci/run|scripts/setup|git |sudo |apt|pip |python3? -m pip|ctest|compute-sanitizer|ncu|nsys)",
+        r"^(scripts/test\b|\.ci/run|scripts/setup|git |sudo |apt|pip |python3? -m pip|ctest|compute-sanitizer|ncu|nsys)",
     ),
-    ("gpu", r"--backend[ =]cuda|/cf-op\b|^scripts/(bench_gpu|sanitize_gpu)"),
+    ("gpu", r"--backend[ =]cuda|/cf-op\b|^scripts/(bench|sanitize|test)_gpu\b"),
     # What needs the package: tests/python/test_readmes.py runs it.
     ("package", r"^python3? -m cf_ops\b"),
     # Scripts whose libraries (torch, matplotlib) need not be there.
@@ -196,6 +196,7 @@ class Parsing(unittest.TestCase):
             ("build/release/apps/cf-layer --backend cuda --preset x", "gpu"),
             ("build/release/apps/cf-op linear", "gpu"),
             ("scripts/bench_gpu data/bench", "gpu"),
+            ("scripts/test_gpu", "gpu"),
             ("golden/tools/dump_hf.py --model x", "script"),
             ("python3 -m cf_ops generate", "package"),
             ("build/release/apps/cf-golden run mine.h5", "cpu"),

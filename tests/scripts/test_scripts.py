@@ -2,7 +2,9 @@
 """Tests of scripts/, on a copy of it in a folder of its own. The programs that the scripts call are stubs, which append
 their command lines to a log."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -10,6 +12,8 @@ import time
 import unittest
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
+
+CTEST = shutil.which("ctest", path="/usr/bin:/bin:/usr/local/bin")
 
 # cuobjdump -sass FILE: the file itself.
 CUOBJDUMP = 'exec cat "$2"'
@@ -77,7 +81,7 @@ class Scripts(unittest.TestCase):
 
 class CommandLines(Scripts):
     def test_help_is_printed_and_nothing_built(self):
-        for name in ("setup", "layer", "test", "bench_gpu", "sanitize_gpu", "compare_sass"):
+        for name in ("setup", "layer", "test", "test_gpu", "bench_gpu", "sanitize_gpu", "compare_sass"):
             for option in ("--help", "-h"):
                 result = self.run_script(name, option)
                 self.assertEqual(result.returncode, 0, result)
@@ -90,6 +94,7 @@ class CommandLines(Scripts):
     def test_unknown_arguments_are_refused(self):
         for name in ("setup", "test", "bench_gpu", "sanitize_gpu"):
             self.refused(self.run_script(name, "--what"), f"scripts/{name}", "'--what'", "expected")
+        self.refused(self.run_script("test_gpu", "--what"), "scripts/test_gpu", "--what", "expected")
         self.refused(self.run_script("test", "--fast", "release"), "'release'")
         self.refused(self.run_script("bench_gpu", "out", "build", "more"), "'more'", "OUT_DIR and BUILD_DIR alone")
         self.refused(self.run_script("sanitize_gpu", "build", "more"), "'more'", "BUILD_DIR alone")
@@ -277,12 +282,12 @@ class Test(Scripts):
         os.makedirs(os.path.join(self.root, "build", "release"))
         self.assertEqual(self.run_script("test", "--fast").returncode, 1)
 
-    @unittest.skipUnless(shutil.which("ctest", path="/usr/bin:/bin:/usr/local/bin"), "needs ctest")
+    @unittest.skipUnless(CTEST, "needs ctest")
     def test_the_last_lines_name_what_failed_behind_the_end_of_its_output(self):
-        ctest = shutil.which("ctest", path="/usr/bin:/bin:/usr/local/bin")
-        self.stub("bin/ctest", f"""shift; build=build/$1; shift; exec {ctest} --test-dir "$build" "$@" """)
+        self.stub("bin/ctest", f"""shift; build=build/$1; shift; exec {CTEST} --test-dir "$build" "$@" """)
+        first = '1: bad "x" (it)'
         tests = {
-            "release": {"good": "echo fine", '1: bad "x" (it)': "seq 100; exit 3", "killed": "echo begun; kill -9 $$",
+            "release": {"good": "echo fine", first: "seq 100; exit 3", "killed": "echo begun; kill -9 $$",
                         "skipped": "echo no GPU; exit 77", **{f"bad {i}": "exit 1" for i in range(20)}},
             "asan": {"all is well": "true"},
         }  # fmt: skip
@@ -297,21 +302,21 @@ class Test(Scripts):
                     file.write(f"add_test([[{name}]] /bin/sh -c [[{code}]])\n")
                     file.write(f"set_tests_properties([[{name}]] PROPERTIES SKIP_RETURN_CODE 77)\n")
                     if name.startswith("bad"):
-                        file.write(f"set_tests_properties([[{name}]] PROPERTIES DEPENDS [[1: bad \"x\" (it);killed]])\n")
+                        file.write(f"set_tests_properties([[{name}]] PROPERTIES DEPENDS [[{first};killed]])\n")
         result = self.run_script("test")
         self.assertEqual(result.returncode, 1, result)
         out = result.stdout[result.stdout.index("cf: left out:") :].splitlines()[1:]
         bad = [f"bad {i}" for i in range(20)]
-        names = ['1: bad "x" (it)', "killed", *bad]
+        names = [first, "killed", *bad]
         self.assertEqual(out[-22:], ["release failed: " + name for name in names])
         self.assertRegex(out[-24], r"^release: \d+% tests passed, 22 tests failed out of 24, 1 skipped$")
         self.assertEqual(out[-23], "asan: 100% tests passed, 0 tests failed out of 1, 0 skipped")
         # Ten of them at most, in the order in which they ended.
         heads = [line for line in out if line.startswith("---- ")]
         self.assertEqual(len(heads), 10)
-        self.assertEqual(len(out), 10 + 24 + sum({'---- 1: bad "x" (it):': 40, "---- killed:": 1}.get(h, 0) for h in heads))
-        first = out.index('---- 1: bad "x" (it):')
-        self.assertEqual(out[first + 1 : first + 41], [str(i) for i in range(61, 101)])
+        self.assertEqual(len(out), len(heads) + 40 + 1 + 24, "the ends of two outputs, all others are empty")
+        end = out.index(f"---- {first}:") + 1
+        self.assertEqual(out[end : end + 40], [str(i) for i in range(61, 101)])
 
     def test_missing_packages_are_installed_after_an_update(self):
         self.stub("bin/dpkg-query", "exit 1", log=False)
@@ -670,6 +675,193 @@ class BenchGpu(Scripts):
         program = f"{self.root}/build/release/apps/cf-model"
         record = f"bench_record.py out/gptq-linears-pythia-2.8b.json --cf-model {program} --fault exit 3"
         self.assertIn(record, calls)
+
+
+@unittest.skipUnless(CTEST, "needs ctest")
+class TestGpu(Scripts):
+    """Through CTest. Its tests are a line of shell each and write what tests/cuda/gpu_resources.cmake gives to them."""
+
+    GIVEN = "env | sed -n 's/^CTEST_RESOURCE_GROUP_[0-9]*_GPUS=//p' | sort | tr '\\n' ' '"
+    KINDS = {"alone": "cf_gpu_alone", "ranks": "cf_rank_tests", "ranks alone": "cf_rank_alone"}
+
+    def setUp(self):
+        super().setUp()
+        os.remove(os.path.join(self.bin, "ctest"))
+        os.symlink(CTEST, os.path.join(self.bin, "ctest"))
+        self.gpus(4)
+        self.stub("bin/git", 'case "$*" in *rev-parse*) echo 12ab;; esac', log=False)
+        self.tests = dict.fromkeys(("a", "b", *self.KINDS), "true")
+
+    def gpus(self, count):
+        lines = "".join(f"GPU {i}: NVIDIA H100 (UUID: GPU-{i})\\n" for i in range(count))
+        self.stub("bin/nvidia-smi", f"printf '{lines}'", log=False)
+
+    def build(self):
+        """Writes build/ as CMake would with self.tests, and a test that fails and needs no GPU."""
+        os.makedirs(os.path.join(self.root, "build"), exist_ok=True)
+        with open(os.path.join(self.root, "build/CTestTestfile.cmake"), "w", encoding="utf-8") as file:
+            file.write("add_test([[of the CPU]] /bin/false)\n")
+            for name, code in self.tests.items():
+                logged = f'echo "{name}: $CUDA_VISIBLE_DEVICES: $({self.GIVEN})" >>{self.log}; {code}'
+                file.write(f"add_test([[{name}]] /bin/sh -c [==[{logged}]==])\n")
+                file.write(f"set_tests_properties([[{name}]] PROPERTIES LABELS gpu SKIP_RETURN_CODE 77 TIMEOUT 600)\n")
+                kind = self.KINDS.get(name, "cf_gpu_tests")
+                file.write(f"list(APPEND {kind} [[{name}]])\n")
+            file.write(f"include([[{os.path.realpath(ROOT)}/tests/cuda/gpu_resources.cmake]])\n")
+
+    def ran(self, *arguments, **environment):
+        """The exit status, the last line without the name of the file of outcomes, and that file's lines."""
+        self.build()
+        if os.path.exists(self.log):
+            os.remove(self.log)
+        result = self.run_script("test_gpu", *arguments, "build", **environment)
+        self.assertNotRegex(result.stderr, "scripts/test_gpu|Traceback")
+        self.out = result.stdout
+        last, file = result.stdout.splitlines()[-1].rsplit(": ", 1)
+        self.assertEqual(file, "build/gpu-tests.txt")
+        with open(os.path.join(self.root, file), encoding="utf-8") as outcomes:
+            return result.returncode, last, outcomes.read().splitlines()
+
+    def given(self):
+        """What each test saw: CUDA_VISIBLE_DEVICES, and of each of its GPUs (id, slots)."""
+        found = {}
+        for line in self.calls():
+            name, visible, groups = line.split(": ")
+            ids = [dict(pair.split(":") for pair in group.split(",")) for group in groups.split()]
+            found[name] = visible, sorted((int(i["id"]), int(i["slots"])) for i in ids)
+        return found
+
+    def test_a_test_gets_its_share_of_the_gpus(self):
+        for count, ranks in ((1, 1), (2, 2), (4, 4), (6, 4)):
+            self.gpus(count)
+            self.assertEqual(self.ran()[:2], (0, "5 passed, 0 failed, 0 skipped, 0 not run"))
+            given = self.given()
+            self.assertEqual({visible for visible, _ in given.values()}, {",".join(map(str, range(count)))})
+            slots = {name: [n for _, n in gpus] for name, (_, gpus) in given.items()}
+            several = {"ranks": [5] * ranks, "ranks alone": [8] * ranks}
+            self.assertEqual(slots, {"a": [1], "b": [1], "alone": [8]} | several)
+            for name, (_, gpus) in given.items():
+                self.assertEqual(len({i for i, _ in gpus}), len(gpus), f"{name} has each GPU once")
+                self.assertTrue(all(i < count for i, _ in gpus), name)
+
+    def test_what_measures_a_gpu_has_it_to_itself_and_the_other_gpus_go_on(self):
+        # Each test writes when it begins and ends; with the spec file "alone" waits for one GPU, without it for all.
+        self.tests = {f"of one {i}": "sleep 0.2" for i in range(12)} | {"alone": "sleep 0.2"}
+        about = f"""begin=$(date +%s%N); {{}}; echo "$begin $(date +%s%N) $({self.GIVEN})" >>{self.root}/times"""
+        self.tests = {name: about.format(code) for name, code in self.tests.items()}
+        self.gpus(2)
+        self.assertEqual(self.ran("--jobs", "16")[0], 0)
+        with open(os.path.join(self.root, "times"), encoding="utf-8") as file:
+            times = [line.split() for line in file]
+        self.assertEqual(len(times), 13)
+        ((begin, end, mine),) = [time for time in times if time[2].endswith("slots:8")]
+        beside = [gpu for b, e, gpu in times if int(b) < int(end) and int(e) > int(begin) and gpu != mine]
+        gpu = mine.split(",")[0]
+        self.assertEqual([other for other in beside if other.startswith(gpu + ",")], [])
+
+    def test_without_the_script_what_measures_runs_alone_and_ranks_see_all(self):
+        self.build()
+        done = subprocess.run([CTEST, "--test-dir", os.path.join(self.root, "build"), "--show-only=json-v1"],
+                              capture_output=True, text=True, check=True)  # fmt: skip
+        found = {}
+        for test in json.loads(done.stdout)["tests"]:
+            properties = {p["name"]: p["value"] for p in test["properties"]}
+            found[test["name"]] = properties.get("RUN_SERIAL", False), "RESOURCE_GROUPS" in properties
+        self.assertEqual(found, {"of the CPU": (False, False), "a": (False, True), "b": (False, True),
+                                 "alone": (True, False), "ranks": (False, False),
+                                 "ranks alone": (True, False)})  # fmt: skip
+        done = subprocess.run([CTEST, "--test-dir", os.path.join(self.root, "build"), "-L", "gpu", "-j", "8"],
+                              capture_output=True, text=True, check=True)  # fmt: skip
+        self.assertIn("100% tests passed, 0 tests failed out of 5", done.stdout)
+        self.assertEqual({tuple(gpus) for _, gpus in self.given().values()}, {()})
+
+    def test_gpus_are_those_that_are_named(self):
+        self.assertEqual(self.ran("--gpus", "3,1")[0], 0)
+        self.assertEqual({visible for visible, _ in self.given().values()}, {"3,1"})
+        self.assertEqual([i for i, _ in self.given()["ranks"][1]], [0, 1])
+        self.ran(CUDA_VISIBLE_DEVICES="2")
+        self.assertEqual({visible for visible, _ in self.given().values()}, {"2"})
+        self.assertEqual(self.given()["ranks"][1], [(0, 5)])
+
+    def test_outcomes_are_counted_and_named(self):
+        self.tests = {"good": "true", "bad [x], worse": "exit 1", "dies": "kill -9 $$", "lacks one": "exit 77"}
+        status, last, outcomes = self.ran()
+        self.assertEqual((status, last), (1, "1 passed, 2 failed, 1 skipped, 0 not run"))
+        self.assertEqual(outcomes, ["failed: bad [x], worse", "failed: dies", "skipped: lacks one", "passed: good"])
+        self.tests = dict.fromkeys(("a", "b"), "echo SKIPPED: no GPU; exit 77")
+        self.assertEqual(self.ran()[:2], (0, "0 passed, 0 failed, 2 skipped, 0 not run"))
+
+    def test_at_the_limit_what_runs_is_stopped_and_no_more_begins(self):
+        self.tests = {"a": "true", "b": "sleep 600", "c": "sleep 600", "d": "true"}
+        status, last, outcomes = self.ran("--jobs", "2", "--limit-s", "8")
+        self.assertEqual(status, 1)
+        self.assertIn(" 0 failed, 0 skipped", last)
+        self.assertTrue({"not run: b", "not run: c"} <= set(outcomes), outcomes)
+        passed = sum(line.startswith("passed") for line in outcomes)
+        self.tests = dict.fromkeys(self.tests, "true")
+        more = f", {passed} passed before" if passed else ""
+        self.assertEqual(self.ran("--missing")[:2], (0, f"{4 - passed} passed, 0 failed, 0 skipped, 0 not run{more}"))
+
+    def test_missing_is_what_has_not_passed_at_this_commit(self):
+        self.stub("bin/git", 'case "$*" in *rev-parse*) cat head;; *diff*) cat changes;; esac', log=False)
+        self.tests = {"a": "true", "b": "exit 1", "c": "exit 77"}
+
+        def at(head, changes, *arguments):
+            for name, text in (("head", head), ("changes", changes)):
+                with open(os.path.join(self.root, name), "w", encoding="utf-8") as file:
+                    file.write(text)
+            return self.ran(*arguments)[1], sorted(self.given())
+
+        self.assertEqual(at("12ab\n", "", "--missing"), ("1 passed, 1 failed, 1 skipped, 0 not run", ["a", "b", "c"]))
+        with open(os.path.join(self.root, "build/gpu-tests-passed.txt"), encoding="utf-8") as file:
+            self.assertEqual(file.read(), "12ab\na\n")
+        self.tests["b"] = "true"
+        again = "1 passed, 0 failed, 1 skipped, 0 not run, 1 passed before"
+        self.assertEqual(at("12ab\n", "", "--missing"), (again, ["b", "c"]))
+        self.tests["c"] = "true"
+        self.assertEqual(at("12ab\n", "", "--missing")[1], ["c"])
+        nothing = "0 passed, 0 failed, 0 skipped, 0 not run, 3 passed before"
+        self.assertEqual(at("12ab\n", "", "--missing"), (nothing, []))
+        # Another commit, changes to it, and a run of all begin anew.
+        everything = "3 passed, 0 failed, 0 skipped, 0 not run", ["a", "b", "c"]
+        for changes, *arguments in (("", "--missing"), ("-x", "--missing"), ("-x",)):
+            self.assertEqual(at("34cd\n", changes, *arguments), everything)
+        self.assertEqual(at("34cd\n", "-x", "--missing")[0], nothing)
+        with open(os.path.join(self.root, "build/CMakeCache.txt"), "w", encoding="utf-8") as file:
+            file.write("CF_COMMIT:STRING=5678\n")
+        self.assertEqual(at("34cd\n", "-x", "--missing")[1], ["a", "b", "c"])
+        self.assertEqual(at("", "", "--missing")[0], nothing)
+
+    def test_the_longest_begins_first(self):
+        self.tests = {"short": "true", "long": "sleep 0.5", "also short": "true"}
+        self.assertEqual(self.ran("--jobs", "2")[0], 0)
+        self.assertEqual(self.ran("--jobs", "2")[0], 0)
+        self.assertEqual(re.findall(r"Start +\d+: (.*)", self.out)[0], "long")
+
+    def test_what_cannot_be_is_refused(self):
+        def refused(*parts, arguments=("build",)):
+            self.refused(self.run_script("test_gpu", *arguments), "scripts/test_gpu: ", *parts)
+
+        refused("build: no CTestTestfile.cmake in it, expected a build folder")
+        self.build()
+        for wanted in ("", "0,", "all", "4", "1,1"):
+            refused("--gpus: expected different numbers below 4", f"'{wanted}'", arguments=("--gpus", wanted, "build"))
+        for option, most in (("--jobs", 9999), ("--limit-s", 80000)):
+            for given in ("0", "many", "-1", str(most + 1)):
+                refused(f"{option}: expected 1 to {most}, got '{given}'", arguments=(f"{option}={given}", "build"))
+        self.stub("bin/nvidia-smi", "exit 9", log=False)
+        refused("no GPU found, expected one that nvidia-smi -L lists")
+        self.gpus(1)
+        with open(os.path.join(self.root, "build/CTestTestfile.cmake"), "w", encoding="utf-8") as file:
+            file.write("add_test(a /bin/true)\n")
+        refused("build: no test has the label gpu, expected a build with CUDA")
+        with open(os.path.join(self.root, "build/CTestTestfile.cmake"), "a", encoding="utf-8") as file:
+            file.write("add_test(test_gpu_ops_NOT_BUILT-1eb06d2 test_gpu_ops_NOT_BUILT-1eb06d2)\n")
+        refused("build: test_gpu_ops is not built")
+        self.stub("bin/git", "exit 128", log=False)
+        self.build()
+        refused("--missing: expected a git tree", arguments=("--missing", "build"))
+        self.assertFalse(os.path.exists(os.path.join(self.root, "build/gpu-tests.txt")))
 
 
 @unittest.skipUnless(shutil.which("c++filt", path="/usr/bin:/bin"), "needs c++filt of binutils")
