@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -216,6 +217,16 @@ def test_a_revision_downloads_what_a_model_needs(
 # --- progress ---------------------------------------------------------------------------------------------------------
 
 
+def _read_terminal(shown: int) -> str:
+    """All that was written to a pseudo-terminal whose other end is closed: the kernel passes it on in parts."""
+    parts = []
+    with contextlib.suppress(OSError):  # EIO: the end
+        while part := os.read(shown, 10_000):
+            parts.append(part)
+    os.close(shown)
+    return b"".join(parts).decode()
+
+
 def test_progress_is_for_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, terminal = pty.openpty()
     monkeypatch.setattr("cf_ops._progress._AFTER_S", 0.0)
@@ -225,8 +236,7 @@ def test_progress_is_for_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> No
         with Progress("scoring") as progress:
             for done in (0, 1, 1, 2):
                 progress.set(done, 4)
-    text = os.read(shown, 10_000).decode()
-    os.close(shown)
+    text = _read_terminal(shown)
     lines = text.split("\r\x1b[K")
     assert lines[1:] == [f"scoring [{bar:.<30}] {n:3d}%" for bar, n in (("", 0), ("#" * 7, 25), ("#" * 15, 50))] + [""]
     for no_terminal in (io.StringIO(), None):
