@@ -41,8 +41,8 @@ def slim(report):
     return found
 
 
-def record(report, fault=None, cf_model=None):
-    """What is kept of a report; of None, the fault alone."""
+def record(report, fault=None, cf_model=None, took_s=None):
+    """What is kept of a report; of None, the fault alone. `took_s` is how long the whole measurement took."""
     if report is None:
         return {"error": fault}
     commit = commit_of(report)
@@ -51,6 +51,8 @@ def record(report, fault=None, cf_model=None):
     found = slim(report) | {"commit": commit}
     if gpu := gpu_of(report):
         found["gpu"] = gpu
+    if took_s is not None:
+        found["took_s"] = took_s
     return found | {"error": fault} if fault else found
 
 
@@ -59,6 +61,7 @@ def main(argv):
     parser.add_argument("file", metavar="FILE", help="what the measurement has written, or should have")
     parser.add_argument("--fault", metavar="TEXT", help="why it ended early")
     parser.add_argument("--cf-model", metavar="FILE", help="the program, to ask for the commit")
+    parser.add_argument("--took-s", type=int, metavar="N", help="the seconds that it took, preparations with it")
     try:
         args = parser.parse_args(argv)
         report = None
@@ -68,7 +71,7 @@ def main(argv):
         elif not args.fault:
             print(f"{NAME}: {args.file}: no such file, expected what a measurement has written", file=sys.stderr)
             return 1
-        text = json.dumps(record(report, args.fault, args.cf_model), ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(record(report, args.fault, args.cf_model, args.took_s), ensure_ascii=False, separators=(",", ":"))
         golden_file.write_text(args.file, text + "\n")
     except (console.Refusal, OSError, ValueError) as error:
         print(f"{NAME}: {args.file}: {error}", file=sys.stderr)

@@ -1121,6 +1121,10 @@ class Records(Files):
             for commit in ("unknown", "abc"):
                 kept = bench_record.record({"commit": commit, "results": {}}, None, "def")
                 self.assertEqual(kept["commit"], {"unknown": "def"}.get(commit, commit))
+        # How long a measurement took is kept, a fault stays the last thing that a record says.
+        self.assertEqual(run(bench_record, path, "--took-s", "17", "--fault", "exit 1"), (0, "", ""))
+        with open(path, encoding="utf-8") as file:
+            self.assertEqual(list(json.load(file).items())[-2:], [("took_s", 17), ("error", "exit 1")])
         # A layer by itself keeps its sites, a record of the CPU has no GPU, and a record of a record is the same.
         for kept in (LAYER | {"commit": "abc"}, {"cpu": "a CPU", "commit": "abc"}, expected):
             self.assertEqual(bench_record.record(kept), kept)

@@ -673,8 +673,8 @@ class BenchGpu(Scripts):
         self.assertEqual(result.returncode, 1, result)
         self.assertEqual(self.measurements(calls), self.measurements(expected))
         program = f"{self.root}/build/release/apps/cf-model"
-        record = f"bench_record.py out/gptq-linears-pythia-2.8b.json --cf-model {program} --fault exit 3"
-        self.assertIn(record, calls)
+        record = rf"(?m)^bench_record.py out/gptq-linears-pythia-2.8b.json --cf-model {program} --took-s \d+ --fault exit 3"
+        self.assertRegex("\n".join(calls), record + "$")
 
 
 @unittest.skipUnless(CTEST, "needs ctest")
