@@ -3,13 +3,17 @@
 A stored array is numpy float16 or float32, or uint16 with the bits of bfloat16, as in golden files.
 """
 
+import collections
+import concurrent.futures
+import os
+
 import numpy as np
 
 from families import NAMES
 
 STEP = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
-CHUNK = 1 << 21  # elements at a time, so that temporary arrays take less than 100 MB
+CHUNK = 1 << 16  # elements at a time, so that temporary arrays stay in a core's cache
 
 DTYPES = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
 
@@ -67,12 +71,23 @@ def widen(stored, dtype):
 
 
 def _filled(dtype, shape, seed, name, first, of_hash):
-    """An array of a numpy dtype whose elements from `first` on of_hash() makes of their hashes r, a chunk at a time."""
+    """An array of a numpy dtype whose elements from `first` on of_hash() makes of their hashes r, a chunk at a time: on
+    threads, since numpy works without Python's lock."""
     key = np.uint64(_mix(fnv1a64(name) ^ _mix(seed)))
     out = np.empty(int(np.prod(shape, dtype=np.int64)), dtype)
-    for start in range(0, out.size, CHUNK):
+
+    def fill(start):
         count = min(CHUNK, out.size - start)
         out[start : start + count] = of_hash(mix(key + _steps(first + start, count)))
+
+    starts = range(0, out.size, CHUNK)
+    threads = min(16, len(os.sched_getaffinity(0)), len(starts) // 8)
+    if threads < 2:
+        for start in starts:
+            fill(start)
+    else:
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            collections.deque(pool.map(fill, starts), maxlen=0)  # an exception of fill() is raised here
     return out.reshape(shape)
 
 
