@@ -1,8 +1,13 @@
 #include "core/procedural.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <deque>
+#include <future>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 namespace cf {
@@ -81,6 +86,24 @@ Tensor make_weight(const TensorSpec& spec, V& view, const Extents& shape, DType 
   return t;
 }
 
+/// A tensor that is being made, and its bytes.
+struct Ahead {
+  std::int64_t bytes = 0;
+  std::future<Tensor> tensor;
+};
+
+/// Makes a tensor on a thread of its own; a small one, or where there is no thread, when it is asked for.
+template <class Make>
+std::future<Tensor> begin(const Make& make, std::int64_t bytes) {
+  if (bytes >= (1 << 19)) {
+    try {
+      return std::async(std::launch::async, make);
+    } catch (const std::system_error&) {
+    }
+  }
+  return std::async(std::launch::deferred, make);
+}
+
 /// Adds up the tensors' checksums, each times its place.
 struct ChecksumInOrder {
   template <class V, class Extents>
@@ -155,14 +178,26 @@ Result<OwnedModelWeights> procedural_model(const ModelSpec& m, DType dense, std:
   const std::int64_t all_bytes = weight_bytes(m, owned.weights);
   std::int64_t made_bytes = 0;
   Status told;
+  // Threads make the next tensors; this one takes them in order.
+  std::deque<Ahead> ahead;
+  const auto take = [&] {
+    owned.storage.push_back(ahead.front().tensor.get());
+    made_bytes += ahead.front().bytes;
+    ahead.pop_front();
+    told = progress(made_bytes, all_bytes);
+  };
+  const std::size_t threads = std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, 16);
   for_each_model_weight(m, owned.weights, [&](const TensorSpec& spec, auto& view, auto shape) {
+    if (told && ahead.size() == threads) take();
     if (!told) return;
     std::string_view name = spec.name;
     if (const std::string_view prefix = names_of(m).base(); name.starts_with(prefix)) name.remove_prefix(prefix.size());
-    owned.storage.push_back(make_weight({spec.role, name}, view, shape, dense, seed, linears));
-    made_bytes += view.bytes();
-    told = progress(made_bytes, all_bytes);
+    const auto make = [name = std::string(name), role = spec.role, &view, shape, dense, seed, linears] {
+      return make_weight({role, name}, view, shape, dense, seed, linears);
+    };
+    ahead.push_back({view.bytes(), begin(make, view.bytes())});
   });
+  while (told && !ahead.empty()) take();
   CF_TRY(told);
   tie_embeddings(m, owned.weights);
   return owned;

@@ -5,6 +5,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/compare.hpp"
@@ -407,6 +408,38 @@ TEST_CASE("A procedural model tells its progress tensor by tensor, and an error 
     CHECK(ended.status().message() == "enough");
     CHECK(calls == 3);
   }
+}
+
+TEST_CASE("Large tensors of a procedural model are made on threads, and told of in order and on the caller's",
+          "[procedural]") {
+  ModelConfig m = *find_preset("pythia-14m");
+  m.num_hidden_layers = 8;
+  m.vocab_size = 4096;
+  m.hidden_size = 256;
+  m.intermediate_size = 2048;
+  const auto caller = std::this_thread::get_id();
+  std::vector<std::int64_t> told;
+  const auto made = procedural_model(m, m.dtype, 5, {}, [&](std::int64_t made_bytes, std::int64_t) {
+    CHECK(std::this_thread::get_id() == caller);
+    told.push_back(made_bytes);
+    return Status();
+  });
+  REQUIRE(made);
+  CHECK(std::is_sorted(told.begin(), told.end()));
+  CHECK(told.back() == weight_bytes(m, made->weights));
+  for (std::int64_t n = 0; n < m.num_hidden_layers; ++n)
+    CHECK(weights_checksum(m, made->weights.layers[std::size_t(n)]) ==
+          weights_checksum(m, procedural_layer(m, m.dtype, n, 5).weights));
+  const auto& embedding = made->weights.embed_in;
+  std::vector<std::byte> expected(std::size_t(embedding.bytes()));
+  fill_procedural(expected.data(), m.dtype, 0, m.vocab_size * m.hidden_size, ProceduralKind::weight, 5,
+                  "embed_in.weight");
+  CHECK(std::memcmp(expected.data(), embedding.data, expected.size()) == 0);
+  // An error ends the work while threads are at it.
+  const auto ended = procedural_model(
+      m, m.dtype, 5, {}, [](std::int64_t, std::int64_t) { return Status::error(Code::io_error, "enough"); });
+  REQUIRE(!ended);
+  CHECK(ended.status().message() == "enough");
 }
 
 TEST_CASE("A procedural model of another family has the checksum of golden/tools/procedural.py's", "[procedural]") {
