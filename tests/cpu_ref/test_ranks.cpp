@@ -244,6 +244,9 @@ TEST_CASE("What goes wrong between ranks shows", "[ranks][mutations]") {
     Wire twice;
     twice.order = [](std::size_t rank, std::size_t) { return rank; };  // the own part for the other rank's
     CHECK(error_of(twice) > 1e-3);
+    Wire swapped;
+    swapped.order = [](std::size_t, std::size_t place) { return 1 - place; };  // the logits' halves, on both ranks
+    CHECK(error_of(swapped) > 1e-3);
   }
 }
 

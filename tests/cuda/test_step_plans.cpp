@@ -1,5 +1,6 @@
 // The kernels and plans of steps, as texts: tests/plans/<preset>-<gpu>.txt. A changed heuristic is a changed text.
 //   CF_WRITE_PLANS=1 build/cpu-only/tests/test_step_plans    writes the texts anew
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <memory>
@@ -10,6 +11,8 @@
 #include <vector>
 
 #include "core/model/config.hpp"
+#include "core/model/ranks.hpp"
+#include "core/procedural.hpp"
 #include "cuda/step/lower.hpp"
 #include "cuda/step/outline.hpp"
 #include "cuda/step/print.hpp"
@@ -38,16 +41,15 @@ std::vector<std::string_view> kernels_of(const StepPlan& plan) {
 
 /// Weights of 16 and of 4 bits: one token with the reasons, and without them more slots and a prompt where their
 /// kernels differ from those before.
-std::string text_of(const ModelConfig& m, const NamedArch& gpu) {
-  std::string text =
-      m.name + " on " + std::string(gpu.name) + ", caches of " + std::to_string(kCapacity) + " entries\n";
+std::string text_of(const std::string& name, const ModelSpec& m, DType activation, const NamedArch& gpu) {
+  std::string text = name + " on " + std::string(gpu.name) + ", caches of " + std::to_string(kCapacity) + " entries\n";
   for (const WeightFormat linears : {WeightFormat{}, WeightFormat{.bits = 4, .group_size = 128}}) {
     std::vector<std::string_view> before;
     for (const auto& [batch, q_len] : {std::pair{1, 1}, {4, 1}, {8, 1}, {64, 1}, {1, 512}}) {
       const bool is_first = batch == 1 && q_len == 1;
       const Result<StepPlan> plan = plan_step(
-          gpu.arch, {.model = m.spec(),
-                     .activation = m.dtype,
+          gpu.arch, {.model = m,
+                     .activation = activation,
                      .linears = linears,
                      .sizes = {.batch = batch, .q_len = q_len, .table_rows = kCapacity, .capacity = kCapacity},
                      .ends = is_first});
@@ -66,7 +68,53 @@ std::string text_of(const ModelConfig& m, const NamedArch& gpu) {
   return text;
 }
 
+/// The text of a file in tests/plans, which is written first where that is asked for.
+void check_text(const std::string& file, const std::string& text) {
+  const std::string path = std::string(CF_DATA_DIR) + "/../tests/plans/" + file + ".txt";
+  if (std::getenv("CF_WRITE_PLANS")) std::ofstream(path) << text;
+  INFO(path << ": write it anew with CF_WRITE_PLANS=1 build/cpu-only/tests/test_step_plans");
+  CHECK(read(path) == text);
+}
+
+/// The sizes of Llama-3.1-70B, whose weights of 16 bits need several GPUs.
+ModelConfig llama_70b() {
+  ModelConfig m = *find_preset("llama-3.1-8b");
+  m.name = "llama-3.1-70b";
+  m.hidden_size = 8192;
+  m.num_hidden_layers = 80;
+  m.num_attention_heads = 64;
+  m.intermediate_size = 28672;
+  return m;
+}
+
 }  // namespace
+
+TEST_CASE("A rank of Llama-3.1-70B has a part of each layer's weights, and plans", "[plans][ranks]") {
+  const ModelConfig m = llama_70b();
+  REQUIRE(m.validate());
+  CHECK(m.num_parameters() == 70553706496);  // as published
+  // The embedding, the head and the norms are whole on each rank.
+  const std::int64_t whole = (2 * m.vocab_size + (2 * m.num_hidden_layers + 1)) * m.hidden_size;
+  for (const std::int64_t ranks : {1, 2, 4, 8}) {
+    INFO(ranks << " ranks");
+    const auto part = m.spec().of_rank(ranks - 1, ranks);
+    REQUIRE(part);
+    const auto outline = outline_of_rank(m.spec(), outline_model(m.spec(), m.dtype, {}), ranks - 1, ranks);
+    REQUIRE(outline);
+    CHECK(weight_bytes(*part, *outline) == 2 * ((m.num_parameters() - whole) / ranks + whole));
+    constexpr std::int64_t h200_bytes = 141'000'000'000;
+    CHECK((weight_bytes(*part, *outline) < h200_bytes) == (ranks > 1));
+  }
+  for (const auto& [ranks, gpu] : {std::pair{2, "h200"}, {4, "h100"}}) {
+    const auto* const named = std::ranges::find(kArchs, gpu, &NamedArch::name);
+    REQUIRE(named != std::end(kArchs));
+    const auto part = m.spec().of_rank(ranks - 1, ranks);
+    REQUIRE(part);
+    const std::string name = m.name + "-of-" + std::to_string(ranks);
+    check_text(name + "-" + gpu,
+               text_of(m.name + ", one of " + std::to_string(ranks) + " ranks,", *part, m.dtype, *named));
+  }
+}
 
 TEST_CASE("A rank's plan sums over the ranks, in one shot for few tokens and in two for many", "[plans][ranks]") {
   for (const char* preset : {"pythia-12b", "llama-3.1-8b"})
@@ -99,15 +147,11 @@ TEST_CASE("A rank's plan sums over the ranks, in one shot for few tokens and in 
 }
 
 TEST_CASE("The plans of steps are those of tests/plans", "[plans]") {
-  const std::string folder = std::string(CF_DATA_DIR) + "/../tests/plans/";
   for (const char* preset :
        {"pythia-410m", "pythia-2.8b", "pythia-12b", "llama-3.2-1b", "llama-3.1-8b", "qwen2.5-7b", "qwen3-4b", "gpt2"})
     for (const NamedArch& gpu : kArchs) {
-      const std::string path = folder + preset + "-" + std::string(gpu.name) + ".txt";
-      const std::string text = text_of(*find_preset(preset), gpu);
-      if (std::getenv("CF_WRITE_PLANS")) std::ofstream(path) << text;
-      INFO(path << ": write it anew with CF_WRITE_PLANS=1 build/cpu-only/tests/test_step_plans");
-      CHECK(read(path) == text);
+      const ModelConfig m = *find_preset(preset);
+      check_text(m.name + "-" + std::string(gpu.name), text_of(m.name, m, m.dtype, gpu));
     }
 }
 
