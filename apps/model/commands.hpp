@@ -24,7 +24,7 @@ class Generate {
   std::vector<std::int32_t> stop_ids_;
   std::optional<std::int64_t> slots_, capacity_;
   std::int64_t max_new_tokens_ = 32, top_k_ = 0;
-  bool print_ids_ = false, check_ = false;
+  bool print_ids_ = false, check_ = false, processes_ = false;
 };
 
 /// Continues one prompt without end, in memory that does not grow.

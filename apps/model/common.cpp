@@ -36,7 +36,8 @@ Options with_cache(Options options, const ModelOptions& o, std::int64_t slots, s
 }
 
 cpu_ref::Model::Options cpu_options(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
-  return with_cache(cpu_ref::Model::Options{.activation = o.activation.value_or(DType::f32)}, o, slots, capacity);
+  return with_cache(cpu_ref::Model::Options{.activation = o.activation.value_or(DType::f32), .group = o.processes}, o,
+                    slots, capacity);
 }
 
 DeviceModelOptions device_options(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {

@@ -12,6 +12,7 @@
 #include "apps/cli/options.hpp"
 #include "apps/cli/program.hpp"
 #include "core/model/decoder.hpp"
+#include "core/ranks/group.hpp"
 #include "core/sampling.hpp"
 #include "core/status.hpp"
 #include "golden/checkpoint/model_source.hpp"
@@ -38,7 +39,8 @@ struct ModelOptions {
   std::optional<std::int64_t> step_tokens;
   bool share_prefixes = false;
 
-  std::int64_t gpus = 1;  // that share the model
+  std::int64_t gpus = 1;                 // that share the model
+  std::shared_ptr<RankGroup> processes;  // those that share the model on the CPU; none without
 
   bool cuda() const { return backend == "cuda"; }
   /// Every chunk reads all weights. A larger one takes more memory for activations, and a stream's cache has room for one

@@ -49,12 +49,21 @@ std::string python_command(const std::string& directory, const std::string& prom
                         fits ? prompt : std::string("TEXT")});
 }
 
+/// The group that torchrun's variables name.
+Result<std::shared_ptr<RankGroup>> join_group() {
+  constexpr double patience_s = 300;  // some processes load their weights later than others
+  CF_TRY_ASSIGN(const RankEnvironment environment, rank_environment());
+  CF_TRY_ASSIGN(std::unique_ptr<RankGroup> group,
+                RankGroup::join(environment, {.join_s = patience_s, .patience_s = patience_s}));
+  return std::shared_ptr<RankGroup>(std::move(group));
+}
+
 /// What continues prompts prints. A single prompt's text or ids come as they are made; several prompts have a line each
 /// when they end.
 class Output {
  public:
-  Output(bool streams, std::optional<checkpoint::Vocabulary> vocabulary)
-      : streams_(streams), vocabulary_(std::move(vocabulary)) {}
+  Output(bool streams, bool is_silent, std::optional<checkpoint::Vocabulary> vocabulary)
+      : streams_(streams), is_silent_(is_silent), vocabulary_(std::move(vocabulary)) {}
 
   void add(Job& job, std::int32_t id) {
     const bool first = job.ids.empty();
@@ -75,11 +84,12 @@ class Output {
 
  private:
   std::string text_of(const Job& job) const { return vocabulary_->text(job.ids); }
-  static void print(const std::string& text) {
+  void print(const std::string& text) const {
+    if (is_silent_) return;
     std::fwrite(text.data(), 1, text.size(), stdout);
     std::fflush(stdout);
   }
-  bool streams_;
+  bool streams_, is_silent_;
   std::optional<checkpoint::Vocabulary> vocabulary_;
 };
 
@@ -87,6 +97,9 @@ class Output {
 
 Generate::Generate(CommandLine& line) {
   declare_model(line, model_);
+  line.flag("--processes", processes_,
+            "Share the model with other processes of this command, as torchrun's RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT say; rank 0 prints (cpu)");
   line.group("Prompts");
   line.text("--prompt-ids", prompt_ids_,
             "Prompts: ids such as 1,2,3, several separated by \";\", or a .npy file whose rows are prompts", "IDS");
@@ -101,6 +114,7 @@ Generate::Generate(CommandLine& line) {
   declare_stream(line, model_);
   line.needs("--sinks", "--window");
   line.excludes("--check", "--window");
+  line.excludes("--check", "--processes");
   declare_serving(line, model_);
   declare_sampling(line, sampling_, top_k_);
   line.number("--repetition-penalty", sampling_.repetition_penalty,
@@ -125,17 +139,29 @@ Generate::Generate(CommandLine& line) {
       faults.add(parsed.status());
       if (parsed) prompts_ = std::move(*parsed);
     }
+    if (processes_ && model_.cuda()) faults.add("--processes: expected with --backend cpu");
     if (check_ && model_.activation == DType::f64) faults.add("--check: expected with --activation float32");
     if (line.given("--stop")) faults.add(parse_stop(stop_, stop_ids_));
   });
 }
 
 int Generate::run(const std::string& command) {
+  if (processes_) {
+    Result<std::shared_ptr<RankGroup>> joined = join_group();
+    if (!joined) return fail(joined.status());
+    model_.processes = *std::move(joined);
+  }
+  const bool is_silent = model_.processes && model_.processes->rank() > 0;
+  // The other processes hear why this one has ended.
+  const auto give_up = [this](const Status& status) {
+    if (model_.processes) model_.processes->fail(status);
+    return fail(status);
+  };
   std::optional<checkpoint::Vocabulary> vocabulary;
   if (!print_ids_) vocabulary = vocabulary_of(model_.choice.directory);
   if (!model_.choice.directory.empty() && stop_.empty()) {
     const Result<checkpoint::GenerationConfig> read = checkpoint::read_generation_config(model_.choice.directory);
-    if (!read) return fail(read.status());
+    if (!read) return give_up(read.status());
     stop_ids_ = read->eos_token_ids;
   }
   std::size_t longest = 0;
@@ -145,13 +171,13 @@ int Generate::run(const std::string& command) {
   const std::int64_t capacity = capacity_.value_or(std::int64_t(longest) + max_new_tokens_ - 1);
   const Clock::time_point opened = Clock::now();
   Result<RunningModel> running = open_model(model_, slots, capacity, check_);
-  if (!running) return fail(running.status());
+  if (!running) return give_up(running.status());
   const double load_s = seconds_since(opened);
   const checkpoint::LoadedModel& loaded = running->loaded;
   ModelRunner& runner = *running->model;  // the decoder's
   Decoder decoder(std::move(running->model), decoder_options(model_));
 
-  Output output(prompts_.size() == 1, std::move(vocabulary));
+  Output output(prompts_.size() == 1, is_silent, std::move(vocabulary));
   std::map<Decoder::Sequence, Job> jobs;
   std::vector<Job> done;
   const auto add = [&](Job& job, std::int32_t id) {
@@ -211,19 +237,17 @@ int Generate::run(const std::string& command) {
     later_s += job.last_s - job.first_s;
     later += double(job.ids.size()) - (job.ids.empty() ? 0 : 1);
   }
-  std::fputs(
-      fmt::format("{} prompts, {} new tokens in {:.2f} s: first token after {:.1f} ms on average{}, {:.1f} tokens/s\n",
-                  done.size(), tokens, total_s, 1e3 * first_s,
-                  later > 0 ? fmt::format(", then {:.2f} ms a token", 1e3 * later_s / later) : "",
-                  double(tokens) / total_s)
-          .c_str(),
-      stderr);
+  const std::string summary = fmt::format(
+      "{} prompts, {} new tokens in {:.2f} s: first token after {:.1f} ms on average{}, {:.1f} tokens/s\n", done.size(),
+      tokens, total_s, 1e3 * first_s, later > 0 ? fmt::format(", then {:.2f} ms a token", 1e3 * later_s / later) : "",
+      double(tokens) / total_s);
+  if (!is_silent) std::fputs(summary.c_str(), stderr);
   std::sort(done.begin(), done.end(), [](const Job& a, const Job& b) { return a.prompt < b.prompt; });
   bool failed = false;
   for (const Job& job : done) {
     if (job.fault.empty()) continue;
     failed = true;
-    say(fmt::format("prompt {}: {}", job.prompt, job.fault));
+    if (!is_silent || !model_.processes->status()) say(fmt::format("prompt {}: {}", job.prompt, job.fault));
   }
   bool passed = true;
   if (check_ && signal == 0)
@@ -241,7 +265,7 @@ int Generate::run(const std::string& command) {
       if (!check->ok()) fmt::print("reproduce: {}\n", command);
       passed = passed && check->ok();
     }
-  const Status written = write_report(json_, true, [&] {
+  const Status written = write_report(is_silent ? "" : json_, true, [&] {
     Json sequences = Json::array();
     for (const Job& job : done) {
       Json j = {{"prompt", prompts_[job.prompt]},
@@ -256,6 +280,7 @@ int Generate::run(const std::string& command) {
     Json report = {
         {"program", "cf-model generate"}, {"version", CF_VERSION}, {"commit", commit()}, {"command", command}};
     add_machine(report, model_, *running, runner.activation());
+    if (model_.processes) report["processes"] = model_.processes->ranks();
     report["sampling"] = to_string(sampling_);
     report["slots"] = slots;
     report["capacity"] = capacity;

@@ -8,6 +8,7 @@
 #include "golden/checkpoint/token_file.hpp"
 #include "tests/apps/run_cf_model.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/held_port.hpp"
 #include "tests/support/taken.hpp"
 #include "tests/support/temp_dir.hpp"
 
@@ -47,6 +48,41 @@ TEST_CASE("cf-model generate gives the same ids from pages, in pieces of prompts
   check_cf_model_refusal(common + "1 --page-entries 4", "--page-entries: expected with --pages");
   check_cf_model_refusal(common + "1 --pages 0", "--pages: expected 1 to ");
   check_cf_model_refusal(common + "1 --invariant --activation float64", "invariant: expected activations of float32");
+}
+
+TEST_CASE("cf-model generate in two processes prints one's ids once, and names a process that differs", "[cf_model]") {
+  const std::string program = "'" + std::string(CF_MODEL_PROGRAM) + "' generate --processes ";
+  const std::string common = "--threads 1 --activation float64 --stop none --max-new-tokens 9 --prompt-ids '1,2,3;5' ";
+  const TempDir dir;
+  const auto both = [&](const std::string& first, const std::string& second) {
+    const HeldPort port;
+    const std::string variables =
+        " WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(port.port()) + " " + program;
+    return run_program("RANK=1" + variables + second + " >'" + (dir / "out") + "' 2>'" + (dir / "err") + "' & RANK=0" +
+                       variables + first + "; code=$?; wait $! && exit $code || exit $((10 * $? + code))");
+  };
+  const std::string expected = cf_model_ok("generate " + model + common).out;
+  const ProgramRun r = both(model + common + "--json '" + (dir / "x.json") + "'", model + common);
+  CAPTURE(r.err, read_file(dir / "err"));
+  CHECK(r.exit_code == 0);
+  CHECK(sorted_lines(r.out) == sorted_lines(expected));
+  CHECK(read_file(dir / "out").empty());
+  CHECK(read_file(dir / "err").empty());
+  CHECK(Json::parse(read_file(dir / "x.json"))["processes"] == 2);
+
+  const ProgramRun differ = both(model + common, model + common + "--chunk 7 ");
+  const std::string line = "cf-model: ranks: rank 1 has 'chunk 7', expected 'chunk 512' as rank 0 has\n";
+  CHECK(differ.exit_code == 22);
+  CHECK(differ.out.empty());
+  CHECK(differ.err == line);
+  CHECK(read_file(dir / "err") == line);
+
+  const ProgramRun missing = both(model + common, "--model /no/such " + common);
+  CHECK(missing.exit_code == 22);
+  CHECK(missing.err.starts_with("cf-model: ranks: rank 1: /no/such"));
+  CHECK(missing.error_lines() == 1);
+
+  check_cf_model_refusal("generate --processes " + model + common, "WORLD_SIZE: expected an integer of 1 to 1024");
 }
 
 TEST_CASE("cf-model generate takes hundreds of slots", "[cf_model]") {
