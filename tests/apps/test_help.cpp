@@ -140,7 +140,7 @@ TEST_CASE("bash completes commands, options and values", "[completion]") {
   CHECK(completed({"cf-model", ""}) ==
         Words{"generate", "stream", "eval", "memorize", "bench", "info", "--help", "--version"});
   CHECK(completed({"cf-model", "ge"}) == Words{"generate"});
-  CHECK(completed({"cf-model", "generate", "--pr"}) == Words{"--preset", "--prompt-ids", "--prompt"});
+  CHECK(completed({"cf-model", "generate", "--pr"}) == Words{"--preset", "--processes", "--prompt-ids", "--prompt"});
   CHECK(completed({"cf-model", "info", "--preset", "pythia-2"}) == Words{"pythia-2.8b"});
   CHECK(completed({"cf-model", "info", "--preset", "=", "qwen2"}) == Words{"qwen2.5-7b"});
   CHECK(completed({"cf-model", "info", "--backend", "="}) == Words{"cpu", "cuda"});

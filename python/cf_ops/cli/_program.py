@@ -235,13 +235,13 @@ def open_model(args: argparse.Namespace, slots: int, capacity: int, layers: int 
         if getattr(args, name, None) and not args.pages:
             raise ValueError(f"--{name.replace('_', '-')}: expected with --pages")
     directory = model_directory(args)
-    options = {name: value for name in _SERVING if (value := getattr(args, name, None)) is not None}
+    options: dict[str, Any] = {name: value for name in _SERVING if (value := getattr(args, name, None)) is not None}
     if index is None:
         model = load(directory, layers=layers, activation=args.activation, threads=args.threads, **options)
     else:
-        where = {"devices": args.devices} if getattr(args, "devices", None) else {"device": args.device}
-        sizes = {"slots": slots, "capacity": max(1, capacity)}
-        model = load(directory, **where, layers=layers, **sizes, impl=args.impl or "auto", **options)
+        options |= {"devices": args.devices} if getattr(args, "devices", None) else {"device": args.device}
+        options |= {"slots": slots, "capacity": max(1, capacity), "impl": args.impl or "auto"}
+        model = load(directory, layers=layers, **options)
     print_notes(model)
     return model
 
@@ -257,9 +257,8 @@ def open_models(args: argparse.Namespace, slots: Sequence[int], capacity: int) -
     directory = model_directory(args)
     weights, eos_token_ids = open_weights(directory, for_gpu=True)
     for place, count in enumerate(slots):
-        sizes = {"slots": count, "capacity": capacity}
-        impl, shared = args.impl or "auto", args.devices or ()
-        model = on_device(weights, directory, eos_token_ids, index, **sizes, impl=impl, devices=shared)
+        options: dict[str, Any] = {"slots": count, "capacity": capacity, "devices": args.devices or ()}
+        model = on_device(weights, directory, eos_token_ids, index, **options, impl=args.impl or "auto")
         if place == 0:
             print_notes(model)
         yield count, model
