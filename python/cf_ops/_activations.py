@@ -57,6 +57,10 @@ class Activations:
     def __repr__(self) -> str:
         return f"Activations({self.folder!r}, {len(self)} rows of {len(self.taps)} taps, {self.dtype})"
 
+    def __reduce__(self) -> Any:
+        """Processes that read batches, such as those of torch's DataLoader, map the files themselves."""
+        return Activations, (os.path.abspath(self.folder),)
+
     def rows(self, name: str, rows: slice | Sequence[int] | NDArray[np.integer[Any]] = slice(None)) -> NDArray[Any]:
         """Rows of a tap, or of "ids", "prompt" or "position": the row's id, its prompt's number, its place in that.
         bfloat16 is widened to float32."""
@@ -174,8 +178,10 @@ def activations(
     (load(..., slots=64) for short ones). The same call goes on where an earlier one was interrupted, with the first file that is missing.
 
     Raises ValueError for a tap that the model does not have, ids outside the vocabulary, masks of other lengths,
-    positions outside a prompt, and a folder with activations of another call; MemoryError and OSError.
+    positions outside a prompt, and a folder with activations of another call; NotImplementedError for a model on
+    several GPUs; MemoryError and OSError.
     """
+    model._check_one_gpu("taps")
     folder = path_of("out", out)
     kind = model.activation if dtype is None else dtype_name(dtype)
     if kind not in _STORED:

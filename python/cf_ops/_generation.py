@@ -501,5 +501,8 @@ class AsyncGeneration(AsyncIterator[Piece]):
             raise StopAsyncIteration
         return piece  # type: ignore[no-any-return]
 
+    def __repr__(self) -> str:
+        return repr(self.generation).replace("Generation", "AsyncGeneration", 1)
+
     def __reduce__(self) -> Any:
         return self.generation.__reduce__()

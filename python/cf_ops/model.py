@@ -163,9 +163,10 @@ class Model:
         Afterwards the model does what load() of the other checkpoint would, bit for bit.
 
         Raises ValueError for weights of another config, shape, dtype or quantisation, and on a GPU while a call uses the
-        model; NotImplementedError there for a quantised weight with another order of inputs; and what :func:`load`
-        raises of files. The model then has the weights that it had.
+        model; NotImplementedError there for a quantised weight with another order of inputs, and for a model on several
+        GPUs; and what :func:`load` raises of files. The model then has the weights that it had.
         """
+        self._check_one_gpu("swap")
         path = find_model(
             path_or_preset if isinstance(path_or_preset, str) else path_of("path", path_or_preset), revision
         )
@@ -209,8 +210,9 @@ class Model:
         what = f"{self.directory!r}, procedural weights" if self.weights.procedural else repr(self.directory)
         if self._on_device is None:
             return f"cf_ops.Model({what}, activation={self.activation!r})"
+        where = f"devices={self.devices}" if len(self.devices) > 1 else f"device={self.device!r}"
         how = f"impl={self.impl!r}, slots={self.slots}, capacity={self.capacity}"
-        return f"cf_ops.Model({what}, device={self.device!r}, {how})"
+        return f"cf_ops.Model({what}, {where}, {how})"
 
     def _repr_html_(self) -> str:
         """What notebooks show."""
@@ -220,7 +222,7 @@ class Model:
             "family": c["model_type"],
             "layers, hidden size": f"{c['num_hidden_layers']}, {c['hidden_size']}",
             "vocabulary": c["vocab_size"],
-            "device": self.device if self.impl is None else f"{self.device}, {self.impl}",
+            "device": ", ".join([f"cuda:{n}" for n in self.devices] + [self.impl] if self.impl else [self.device]),
             "activation": self.activation,
         }
         if self._on_device is not None:
@@ -433,12 +435,15 @@ class Model:
         have the last `rows` rows alone. Arrays are of the model's activation dtype; 16 bits are widened to float32.
 
         Raises ValueError for ids that are none or outside the vocabulary, rows beyond the ids, and a tap that the model
-        does not have, with the names that it has; MemoryError where cache and results do not fit.
+        does not have, with the names that it has; NotImplementedError for taps of a model on several GPUs; MemoryError
+        where cache and results do not fit.
         """
         fed = self.encode(ids, "ids")
         names = [text_of("taps", tap) for tap in ([taps] if is_one(taps) else taps)]
         if not fed:
             raise ValueError("ids: expected at least one id, got none")
+        if names:
+            self._check_one_gpu("taps")
         wanted = len(fed) if rows is None else integer("rows", rows, 0, len(fed))
         with self._runner(len(fed)) as runner:
             return runner.run(0, 0, fed, wanted, names)
@@ -537,6 +542,13 @@ class Model:
         """The sizes and options of a model on the CPU."""
         return {"capacity": capacity, "chunk": _CHUNK, "activation": self.activation, **self._cache}
 
+    def _check_one_gpu(self, what: str) -> None:
+        """Raises NotImplementedError for what a model that several GPUs share does not do."""
+        if len(self.devices) > 1:
+            raise NotImplementedError(
+                f"{what}: expected a model on the CPU or on one GPU, got one whose layers the GPUs {self.devices} share"
+            )
+
     def _check_capacity(self, on_device: _core.DeviceModel, needed: int) -> None:
         if needed > on_device.capacity and not self._cache.get("window"):
             raise ValueError(
@@ -590,7 +602,8 @@ def load(
     launched, "auto" for the fastest that takes them, or "unfused", "graph", "split", "layer", "persistent".
 
     devices: the numbers of the GPUs that share the model, such as [0, 1], in place of `device`. Each holds a part of every
-    layer, and they sum what belongs together; the steps are those of "graph" or "unfused". Such a model has no taps.
+    layer, and they sum what belongs together; the steps are those of "graph" or "unfused". Such a model has no taps,
+    and its weights cannot be swapped.
 
     On the CPU alone: activation: "float32" is the fast backend, "float64" the oracle. threads: the threads that all
     models of this process work with from now on; None leaves them as they are, at first one a core.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -227,6 +228,9 @@ def test_batches_are_shuffled_by_a_seed(model: cf_ops.Model, tmp_path: pathlib.P
         for value, prompt, place in zip(batch["hidden_states.2"], batch["prompt"], batch["position"]):
             row = np.flatnonzero((made.rows("prompt") == prompt) & (made.rows("position") == place))
             assert (value == made.rows("hidden_states.2", row)[0]).all()
+    # Another process maps the files: what it is sent does not grow with them.
+    sent = pickle.dumps(made)
+    assert len(sent) < 1000 and order_of(pickle.loads(sent)) == order[:5]
     with pytest.raises(ValueError, match="tap 'hidden_states.9' is not in"):
         made.batches(4, "hidden_states.9")
     with pytest.raises(ValueError, match="tensors: expected numpy or torch, got 'jax'"):

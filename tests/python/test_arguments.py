@@ -8,6 +8,7 @@ import logging
 import os
 import pathlib
 import pty
+import shutil
 import subprocess
 import sys
 import threading
@@ -212,6 +213,29 @@ def test_a_revision_downloads_what_a_model_needs(
     with pytest.raises(ImportError) as missing:
         cf_ops.load("owner/name", revision="main")
     assert "pip install huggingface_hub" in plain_line(missing.value)
+
+
+def test_the_hubs_own_package_without_a_network(checkpoints: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """A revision of its cache is read; one that is missing there is one line that says so."""
+    pytest.importorskip("huggingface_hub")
+    cache = tmp_path / "hub" / "models--owner--name"
+    (cache / "refs").mkdir(parents=True)
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    (cache / "refs" / "step3000").write_text(commit)
+    shutil.copytree(checkpoints / "neox-d80", cache / "snapshots" / commit)
+    command = [sys.executable, "-m", "cf_ops", "generate", "--model", "owner/name", "--prompt-ids", "1,2"]
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+
+    def generate(revision: str) -> subprocess.CompletedProcess[str]:
+        words = [*command, "--revision", revision, "--max-new-tokens", "3"]
+        return subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    found = generate("step3000")
+    expected = list(cf_ops.load(checkpoints / "neox-d80").generate([1, 2], max_new_tokens=3))
+    assert (found.returncode, found.stdout) == (0, ",".join(map(str, expected)) + "\n"), found.stderr
+    missing = generate("step4000")
+    assert missing.returncode == 2 and missing.stdout == ""
+    assert missing.stderr.count("\n") == 1 and "owner/name: the download failed: " in missing.stderr
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------

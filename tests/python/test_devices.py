@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,34 @@ def test_what_needs_taps_or_other_weights_takes_no_several_gpus(
     assert "unrecognized arguments: --devices 0,1" in capsys.readouterr().err
 
 
+class Shared:
+    """What a model needs of one that the GPUs have, none of whose calls may come."""
+
+    device, impl, slots, capacity = 0, "graph", 4, 64
+
+
+def test_a_shared_model_refuses_in_one_line_what_its_parts_cannot_do(
+    checkpoints: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    weights = _core.Weights.open(str(checkpoints / "neox-d80"))
+    model = cf_ops.Model(weights, "neox-d80", "float16", [], Shared(), devices=[0, 1])  # type: ignore[arg-type]
+    other, folder = checkpoints / "neox-d80", tmp_path / "taps"
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("taps", lambda: model.run([1, 2], taps=["layers.0.output"])),
+        ("taps", lambda: cf_ops.activations(model, [[1, 2]], "hidden_states.1", out=folder)),
+        ("swap", lambda: model.swap(other)),
+    ]
+    for name, call in calls:
+        with pytest.raises(NotImplementedError) as refused:
+            call()
+        rest = "expected a model on the CPU or on one GPU, got one whose layers the GPUs [0, 1] share"
+        assert str(refused.value) == f"{name}: {rest}"
+    assert model.weights is weights and not folder.exists()
+    assert model.devices == [0, 1] and "devices=[0, 1], impl='graph'" in repr(model)
+    assert "cuda:0, cuda:1, graph" in model._repr_html_()
+    assert cf_ops.load(other).devices == []
+
+
 @pytest.mark.skipif(not has_gpus(2), reason="there are no two GPUs that this build has kernels for")
 def test_two_gpus_make_the_logits_of_one() -> None:
     ids = [1, 2, 3, 4]
@@ -147,5 +176,7 @@ def test_two_gpus_make_the_logits_of_one() -> None:
         first, again = (two.generate_batch([[1, 2, 3], [4, 5]], max_new_tokens=16) for _ in range(2))
         assert [r.ids for r in first] == [r.ids for r in again]
         assert all(len(r.ids) == 16 for r in first)
-        with pytest.raises(NotImplementedError, match="expected no visitor of sites"):
+        with pytest.raises(NotImplementedError, match="taps: expected a model on the CPU or on one GPU"):
             two.run(ids, taps=["layers.1.output"])
+        with pytest.raises(NotImplementedError, match="swap: expected a model on the CPU or on one GPU"):
+            two.swap("pythia-70m")

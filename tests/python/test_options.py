@@ -448,6 +448,7 @@ def test_blocks_notebooks_and_pickles(checkpoints: pathlib.Path) -> None:
             next(generation)
         assert (generation.finish, len(generation.ids)) == ("interrupted", 1)
         assert repr(generation) == "cf_ops.Generation(1 new ids, finish='interrupted')"
+    assert repr(model.agenerate([1])) == "cf_ops.AsyncGeneration(0 new ids, finish='running')"
     page = model._repr_html_()
     assert page.startswith("<table>") and "stdlib-4m" in page and "gpt_neox" in page and len(page) < 1000
     decoder = model.decoder(1, 8)
