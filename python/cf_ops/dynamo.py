@@ -24,6 +24,7 @@ from cf_ops.serve._batcher import Batcher, Fault, Full, Job, Logprob, Piece
 from cf_ops.serve._request import Asked, Refused, read_request
 
 _BLOCK = 16  # entries; Dynamo counts a cache in blocks
+_LAST_WORDS = 2.0  # seconds in which clients hear that a drain is over
 _SWITCH = 0.0005  # seconds that the event loop may keep the decoder's thread from its next step
 
 __all__ = ["main"]
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         return program.fail(program.message_of(error))
     import uvloop  # type: ignore[import-not-found, unused-ignore]
 
+    os.environ |= processes.drain_limits(args.drain)
     sys.setswitchinterval(_SWITCH)
     try:
         uvloop.run(worker.run())
@@ -128,7 +130,7 @@ def _engine_class() -> Any:
             self._slots, self._queue, self._drain = args.slots, args.queue, args.drain
             self._scoring = asyncio.Lock()
             self._entries = args.pages * (args.page_entries or PAGE_ENTRIES) if args.pages else args.slots * capacity
-            self._metrics = Metrics(args.slots)
+            self._metrics = Metrics(args.slots, args.pages or 0)
             self._batcher: Batcher | None = None
             self._jobs: dict[str, list[Job]] = {}  # by Dynamo's id of a request
 
@@ -153,7 +155,7 @@ def _engine_class() -> Any:
         async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
             token_ids.normalize_request_token_ids(request)
             try:
-                asked = read_request(request, self._capacity)
+                asked = read_request(request, self._capacity, self._slots + self._queue)
             except Refused as error:
                 raise exceptions.InvalidArgument(str(error)) from None
             pieces: asyncio.Queue[Piece] = asyncio.Queue()
@@ -162,11 +164,11 @@ def _engine_class() -> Any:
                 raise exceptions.EngineShutdown("the worker has ended")
             self._jobs[context.id()] = jobs
             try:
+                self._batcher.submit(jobs)
                 if asked.echo:
                     echo = await self._echo(asked)
                     for job in jobs:
                         yield echo | {"index": job.choice}
-                self._batcher.submit(jobs)
                 async for chunk in self._chunks(jobs, pieces):
                     yield chunk
             except Full as error:
@@ -210,6 +212,8 @@ def _engine_class() -> Any:
                     raise exceptions.InvalidArgument(piece.error)
                 if piece.finish == "failed":
                     raise exceptions.Unknown(piece.error)
+                if piece.finish == "ended":
+                    raise exceptions.EngineShutdown("the worker has ended, and this request took longer than --drain")
                 made += len(piece.ids)
                 chunk: dict[str, Any] = {"token_ids": piece.ids, "index": piece.choice, **_logprobs(piece)}
                 if piece.finish == "cancelled":
@@ -234,13 +238,21 @@ def _engine_class() -> Any:
 
         async def cleanup(self) -> None:
             """Lets what runs end, then gives everything back. The worker gets no new requests any more."""
-            end = asyncio.get_running_loop().time() + self._drain
-            while self._jobs and asyncio.get_running_loop().time() < end:
-                await asyncio.sleep(0.02)
+            await self._await_no_jobs(self._drain)
+            if self._batcher is not None and self._jobs:
+                for jobs in self._jobs.values():
+                    self._batcher.cancel(jobs)
+                    jobs[0].pieces.put_nowait(Piece(0, [], "ended"))
+                await self._await_no_jobs(_LAST_WORDS)
             if self._batcher is not None:
                 batcher, self._batcher = self._batcher, None
                 await asyncio.to_thread(batcher.close)
                 self._model.close()
+
+        async def _await_no_jobs(self, seconds: float) -> None:
+            end = asyncio.get_running_loop().time() + seconds
+            while self._jobs and asyncio.get_running_loop().time() < end:
+                await asyncio.sleep(0.02)
 
         async def health_check_payload(self) -> Any:
             return health_check.build_health_check_payload(bos_token_id=(self._model.eos_token_ids or [0])[0])

@@ -157,6 +157,11 @@ class PythonDecoder {
   std::int64_t free_slots() {
     return take(slots_.look([&]() -> Result<std::int64_t> { return decoder_.free_slots(); }));
   }
+  std::optional<std::int64_t> free_pages() {
+    const cpu_ref::Model* const model = slots_.on_cpu();
+    if (!model || model->page_entries() == 0) return std::nullopt;
+    return take(slots_.look([&]() -> Result<std::int64_t> { return model->free_pages(); }));
+  }
 
  private:
   Decoder made(const DecoderOptions& options) {
@@ -230,7 +235,9 @@ void bind_decoder(nb::module_& m) {
            "The logits (vocab) that a running sequence's last id was chosen from.")
       .def("close", &PythonDecoder::close, kClose)
       .def_prop_ro("active", &PythonDecoder::active, "Whether any sequence is running or waits.")
-      .def_prop_ro("free_slots", &PythonDecoder::free_slots, "Slots that no sequence holds.");
+      .def_prop_ro("free_slots", &PythonDecoder::free_slots, "Slots that no sequence holds.")
+      .def_prop_ro("free_pages", &PythonDecoder::free_pages,
+                   "Pages of the cache that no sequence holds. None where the cache has no pages, and on a GPU.");
 }
 
 }  // namespace cf::python

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Runs the tests of the server, tests/python/test_serve.py, with NVIDIA Dynamo from PyPI.
+"""Runs the tests of the server, tests/python/test_serve.py, with NVIDIA Dynamo from PyPI, and the test that needs the
+package huggingface_hub, which comes with it.
   serve_in_venv.py FOLDER [PYTEST ARGUMENT...]
 FOLDER is that of in_clean_venv.py, which has built the wheel there; the environment lies beside it. The packages are
 those that python/SERVING.md names, about 150 MB. Exits with 77 where there is no wheel, no PyPI or no package of Dynamo
@@ -38,8 +39,8 @@ def main():
         skip("no ai-dynamo on PyPI, or PyPI cannot be reached")
     require(*pip, "openai", "pytest", *(f"{wheel}[serve]" for wheel in wheels))
     environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-    tests = "tests/python/test_serve.py"
-    require(python, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", tests, *sys.argv[2:],
+    tests = ["tests/python/test_serve.py", "tests/python/test_arguments.py::test_the_hubs_own_package_without_a_network"]
+    require(python, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *tests, *sys.argv[2:],
             cwd=ROOT, env=environment)  # fmt: skip
 
 

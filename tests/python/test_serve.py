@@ -14,6 +14,7 @@ import os
 import pathlib
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -71,6 +72,7 @@ class Server:
         line = self.process.stdout.readline()
         assert "is served at" in line, self.process.communicate()[1]
         self.pids = [int(pid) for pid in re.findall(r"pid (\d+): (?:the )?worker", line)]
+        self.all_pids = [self.process.pid, *map(int, re.findall(r"pid (\d+):", line))]
 
     def complete(self, prompt: Any = PROMPT, **options: Any) -> Any:
         return self.client.completions.create(model=self.name, prompt=prompt, **options)
@@ -142,6 +144,15 @@ def numbers(server: Server) -> dict[str, float]:
     return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith("cf_ops_")}
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def soon(is_so: Callable[[], bool], seconds: float = 20) -> bool:
     end = time.monotonic() + seconds
     while not is_so():
@@ -206,6 +217,15 @@ def test_choices_are_those_of_a_batch(server: Server, model: cf_ops.Model) -> No
     assert answer.usage.completion_tokens == 30
 
 
+def test_choices_are_streamed_side_by_side(server: Server, model: cf_ops.Model) -> None:
+    expected = [r.text for r in model.generate_batch([PROMPT] * 3, max_new_tokens=10, temperature=1, seed=9)]
+    texts = ["", "", ""]
+    for chunk in server.complete(max_tokens=10, seed=9, n=3, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == expected
+
+
 def test_texts_that_end_a_text(server: Server, model: cf_ops.Model) -> None:
     def stopped(prompt: str, stop: list[str], **options: Any) -> Any:
         return server.complete(prompt, max_tokens=24, temperature=0, stop=stop, **options).choices[0]
@@ -225,6 +245,9 @@ def test_texts_that_end_a_text(server: Server, model: cf_ops.Model) -> None:
     assert stopped(bytes_prompt, ["ö"]).text == ""
     assert stopped(bytes_prompt, ["x", "ööö"]).text == ""
     assert stopped(bytes_prompt, ["öx"]).text == "ö" * 12
+    for stop, text in ((["öö"], ""), (["öx"], "ö" * 12)):
+        streamed = server.complete(bytes_prompt, max_tokens=24, temperature=0, stop=stop, stream=True)
+        assert "".join(c.choices[0].text for c in streamed if c.choices) == text
 
 
 def test_ids_that_end_a_text(server: Server, model: cf_ops.Model) -> None:
@@ -237,16 +260,15 @@ def test_ids_that_end_a_text(server: Server, model: cf_ops.Model) -> None:
 
 
 def test_log_probabilities(server: Server, model: cf_ops.Model) -> None:
-    """They are those of the library's own logits, in float32."""
+    """They are those of Model.score, to the rounding of float32."""
     ids = model.encode(PROMPT)
     answer = server.complete(max_tokens=6, temperature=0.8, seed=2, logprobs=3, extra_body=IDS)
     new: list[int] = answer.nvext["completion_token_ids"]
-    logits = model.logits(ids + new)[len(ids) - 1 : -1].astype(np.float64)
-    expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    (scored,) = model.score([ids + new], first=len(ids), top=3)
     got = answer.choices[0].logprobs
-    np.testing.assert_allclose(got.token_logprobs, expected[np.arange(6), new], atol=2e-5)
-    for row, top in zip(expected, got.top_logprobs):
-        np.testing.assert_allclose(sorted(top.values())[-3:], np.sort(row)[-3:], atol=2e-5)
+    np.testing.assert_allclose(got.token_logprobs, scored.log_probs, rtol=0, atol=2e-5)
+    for expected, top in zip(scored.top_log_probs, got.top_logprobs):
+        np.testing.assert_allclose(sorted(top.values())[-3:], sorted(expected), rtol=0, atol=2e-5)
     plain = server.complete(max_tokens=6, temperature=0.8, seed=2)
     assert plain.choices[0].text == answer.choices[0].text and plain.choices[0].logprobs is None
 
@@ -266,6 +288,24 @@ def test_what_changes_the_logits(server: Server, model: cf_ops.Model) -> None:
         assert got != greedy
 
 
+def test_health_and_metrics(server: Server) -> None:
+    """Of the worker and of the front end; a request's ids and times are counted."""
+    for port in (server.metrics_port, server.port):  # type: ignore[attr-defined]
+        for path in ("/health", "/live", "/metrics"):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            connection.request("GET", path)
+            assert connection.getresponse().status == 200, path
+            connection.close()
+    before = numbers(server)
+    assert before["cf_ops_slots"] == SLOTS and before["cf_ops_queue_length"] == 0
+    assert server.complete(max_tokens=7, n=2, extra_body={"ignore_eos": True}).usage.completion_tokens == 14
+    after = numbers(server)
+    for name, more in (("ids_total", 14), ("ttft_seconds_count", 2), ("tpot_seconds_count", 2)):
+        assert after[f"cf_ops_{name}"] - before[f"cf_ops_{name}"] == more
+    assert after["cf_ops_ttft_seconds_sum"] > before["cf_ops_ttft_seconds_sum"]
+    assert after["cf_ops_tpot_seconds_sum"] > before["cf_ops_tpot_seconds_sum"]
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +321,9 @@ def test_what_changes_the_logits(server: Server, model: cf_ops.Model) -> None:
         ),
         ({"echo": True, "stop": ["x"]}, "echo: expected it without texts of stop"),
         ({"best_of": 2}, "best_of: expected 1"),
+        ({"n": 2 * SLOTS + 1}, f"n: expected 1 to {2 * SLOTS}" if SLOTS < 64 else "n must be between 1 and 128"),
+        ({"extra_body": {"stop_token_ids": [5000]}}, "stop[1]: expected an id of 0 to 2047, got 5000"),
+        ({"logprobs": 6}, "ogprobs must be between 0 and 5, got 6"),
         ({"temperature": 3}, "emperature must be between 0 and 2, got 3"),
         ({"prompt": ""}, "empty"),
         ({"prompt": [5000]}, ""),
@@ -340,31 +383,38 @@ def test_a_body_that_is_too_large(server: Server) -> None:
     assert server.complete(max_tokens=1).choices
 
 
-def test_more_requests_than_may_wait(server: Server) -> None:
-    """So many run, as many wait, and the others are refused with 429; all that were taken end well."""
+@pytest.mark.parametrize("echo", [False, True])
+def test_more_requests_than_may_wait(echo: bool, server: Server) -> None:
+    """So many run, as many wait, and the others are refused with 429; all that were taken end well. An echo waits as
+    others do."""
+    options: dict[str, Any] = {"extra_body": {"ignore_eos": True}} | ({"echo": True, "logprobs": 1} if echo else {})
 
     def one(number: int) -> str:
         try:
-            return str(server.complete(max_tokens=100, seed=number, extra_body={"ignore_eos": True}).usage.total_tokens)
+            return str(len(server.ids(PROMPT, max_tokens=100, seed=number, **options)))
         except openai.RateLimitError:
             return "refused"
 
     with concurrent.futures.ThreadPoolExecutor(4 * SLOTS) as pool:
-        results = list(pool.map(one, range(4 * SLOTS)))
+        asked = [pool.submit(one, number) for number in range(4 * SLOTS)]
+        assert soon(lambda: numbers(server)["cf_ops_queue_length"] > 0)
+        results = [future.result() for future in asked]
     assert 1 <= results.count("refused") <= 2 * SLOTS
-    assert set(results) == {"106", "refused"}
+    assert set(results) == {"106" if echo else "100", "refused"}
 
 
 # --- clients that leave -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("choices", [1, 3])
-def test_a_client_that_leaves_frees_its_slots(choices: int, server: Server) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_slots(stream: bool, choices: int, server: Server) -> None:
     before = numbers(server)["cf_ops_ids_total"]
-    stream = server.complete(max_tokens=500, seed=1, n=choices, stream=True, extra_body={"ignore_eos": True})
-    next(iter(stream))
-    assert numbers(server)["cf_ops_slots_used"] == choices
-    stream.close()
+    asked = request_bytes(server, max_tokens=500, seed=1, n=choices, stream=stream, ignore_eos=True)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(asked)
+        assert soon(lambda: numbers(server)["cf_ops_ids_total"] > before)
+        assert numbers(server)["cf_ops_slots_used"] == choices
     assert soon(lambda: numbers(server)["cf_ops_slots_used"] == 0, 5)
     assert numbers(server)["cf_ops_ids_total"] - before < 500 * choices
 
@@ -409,6 +459,46 @@ def test_a_slow_reader_and_a_half_closed_socket(server: Server) -> None:
         connection.shutdown(socket.SHUT_WR)
         read_all(connection)  # an answer or none: the server may take it for a client that has left
     assert soon(lambda: numbers(server)["cf_ops_slots_used"] == 0)
+
+
+def test_a_client_that_never_reads(server: Server) -> None:
+    """It holds nobody up, and its slots are free when it leaves."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        asked = request_bytes(server, max_tokens=500, stream=True, logprobs=5, ignore_eos=True, n=SLOTS - 1)
+        connection.sendall(asked)
+        assert server.complete(max_tokens=5, temperature=0).usage.completion_tokens == 5
+    assert soon(lambda: numbers(server)["cf_ops_slots_used"] == 0)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"garbage\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01",  # TLS
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nX-Y: " + b"a" * 1_000_000 + b"\r\n\r\n",
+        b"PUT /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n",
+    ],
+)
+def test_what_is_no_request_of_http(sent: bytes, server: Server) -> None:
+    """It is refused, or the connection ends; the server goes on."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        try:
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            answer = connection.recv(4096)
+        except TimeoutError:
+            raise
+        except OSError:  # it has closed the connection
+            answer = b""
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 4") or answer.startswith(b"HTTP/1.0 4")
+    assert server.complete(max_tokens=1).choices
 
 
 def resident(pid: int) -> float:
@@ -490,8 +580,8 @@ def test_a_worker_that_is_killed_under_load(directory: str, alone: list[list[int
     def one(number: int) -> float:
         try:
             assert server.complete(max_tokens=300, seed=number, extra_body={"ignore_eos": True}).usage
-        except openai.OpenAIError:
-            pass
+        except openai.APIStatusError as error:
+            assert error.status_code == 503
         return time.monotonic()
 
     try:
@@ -504,15 +594,32 @@ def test_a_worker_that_is_killed_under_load(directory: str, alone: list[list[int
         assert soon(lambda: is_alive(server), 40)
         assert answers(server, asks(), SLOTS, 3) == alone
 
-        options: dict[str, Any] = {"stream": True, "extra_body": {"ignore_eos": True}}
-        stream = iter(server.complete(max_tokens=300, temperature=0, **options))
-        next(stream)
+        options: dict[str, Any] = {"max_tokens": 500, "stream": True, "extra_body": {"ignore_eos": True}}
+        streams = [iter(server.complete(seed=number, **options)) for number in range(SLOTS)]
+        for stream in streams:
+            next(stream)
         server.process.send_signal(signal.SIGTERM)
-        assert [chunk.choices[0].finish_reason for chunk in stream if chunk.choices][-1] == "length"
+        statuses = [200]
+        while statuses[-1] == 200:
+            statuses.append(server.post(b'{"model": "stdlib-4m", "prompt": "a", "max_tokens": 1}')[0])
+        assert statuses[-1] == 503  # while what runs goes on
+        for stream in streams:
+            assert [chunk.choices[0].finish_reason for chunk in stream if chunk.choices][-1] == "length"
         assert server.process.wait(timeout=60) == 0
         assert not os.path.exists(f"/proc/{server.pids[0]}")
     finally:
         server.process.kill()
+
+
+def test_what_runs_ends_with_an_error_where_the_drain_is_over(directory: str) -> None:
+    server = Server(directory, "--slots", SLOTS, "--drain", 0)
+    stream = iter(server.complete(max_tokens=500, stream=True, n=SLOTS, extra_body={"ignore_eos": True}))
+    next(stream)
+    server.process.send_signal(signal.SIGTERM)
+    with pytest.raises(openai.APIError):
+        list(stream)
+    assert server.process.wait(timeout=60) == 0
+    assert not any(map(is_running, server.all_pids))
 
 
 def is_alive(server: Server) -> bool:
@@ -548,6 +655,68 @@ def test_what_cannot_be_served_is_one_line(directory: str, checkpoints: pathlib.
     assert "model.safetensors" in refused("--model", damaged, "--port", free_port())
 
 
+def test_nobody_listens_beyond_this_machine(replicas: Server) -> None:
+    found = []
+    for pid in replicas.all_pids:
+        names = []
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                names.append(os.readlink(f"/proc/{pid}/fd/{number}"))
+            except FileNotFoundError:
+                continue
+        for table in ("tcp", "tcp6"):
+            with open(f"/proc/{pid}/net/{table}", encoding="ascii") as file:
+                rows = [line.split() for line in file][1:]
+            found += [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in names]
+    assert f"0100007F:{replicas.port:04X}" in found and len(found) >= 3  # the API, and each worker
+    assert {address.partition(":")[0] for address in found} == {"0100007F"}  # 127.0.0.1
+
+
+def test_no_process_outlives_the_one_that_started_it(directory: str) -> None:
+    server = Server(directory)
+    assert len(server.all_pids) == 3 and all(map(is_running, server.all_pids))
+    server.end(signal.SIGKILL)
+    assert soon(lambda: not any(map(is_running, server.all_pids)))
+
+
+def test_the_workers_of_the_page_serve_by_hand(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The commands of "Two workers on one machine". Where one worker ends, the other one answers."""
+    text = (root / "python" / "SERVING.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```\n(export DYN_FILE_KV.*?)^```", text, re.M | re.S)
+    lines = [shlex.split(line) for line in block.splitlines()]
+    exports = dict(word.split("=", 1) for words in lines if words[0] == "export" for word in words[1:])
+    port = free_port()
+    environment = os.environ | exports | {"DYN_FILE_KV": str(tmp_path), "DYN_LOG": "error"}
+    commands = [words for words in lines if words[0] == "python3"]
+    assert [words[2] for words in commands] == ["dynamo.frontend", "cf_ops.dynamo", "cf_ops.dynamo"]
+    processes = []
+    try:
+        for words in commands:
+            words = [sys.executable, *(str(port) if word == "8000" else word for word in words[1:])]
+            options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            processes.append(subprocess.Popen(words, cwd=root, env=environment, **options))
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+
+        def answers() -> bool:
+            try:
+                return bool(client.completions.create(model="stdlib-4m", prompt=PROMPT, max_tokens=2).choices)
+            except openai.OpenAIError:
+                return False
+
+        def workers() -> int:
+            return sum(len(files) for folder, _, files in os.walk(tmp_path / "v1" / "instances"))
+
+        assert soon(lambda: workers() == 2 and answers(), 60)
+        assert [answers() for _ in range(4)] == [True] * 4  # each has its turn
+        processes[1].send_signal(signal.SIGTERM)
+        assert processes[1].wait(timeout=60) == 0
+        assert soon(answers) and workers() == 1
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def test_chat_where_there_is_a_template(replicas: Server) -> None:
     messages: Any = [{"role": "user", "content": "write a loop"}]
     options: dict[str, Any] = {"max_tokens": 12, "temperature": 0.7, "seed": 3}
@@ -557,6 +726,17 @@ def test_chat_where_there_is_a_template(replicas: Server) -> None:
     assert answer.choices[0].message.content == expected
     streamed = chat(model=replicas.name, messages=messages, stream=True, **options)
     assert "".join(c.choices[0].delta.content or "" for c in streamed if c.choices) == expected
+    completion = replicas.complete("# user: write a loop\n# answer:", logprobs=2, **options).choices[0].logprobs
+    answer = chat(model=replicas.name, messages=messages, logprobs=True, top_logprobs=2, **options)
+    tokens = answer.choices[0].logprobs.content
+    assert [t.logprob for t in tokens] == pytest.approx(completion.token_logprobs, rel=1e-6)
+    for token, top in zip(tokens, completion.top_logprobs):
+        likeliest = sorted(p.logprob for p in token.top_logprobs)[-2:]
+        assert likeliest == pytest.approx(sorted(top.values())[-2:], rel=1e-6)
+    stop = expected[4:6]
+    answer = chat(model=replicas.name, messages=messages, stop=[stop], **options)
+    assert (answer.choices[0].message.content or "") == expected[: expected.find(stop)]
+    assert answer.choices[0].finish_reason == "stop"
 
 
 def test_chat_without_a_template_is_not_there(server: Server) -> None:

@@ -105,6 +105,14 @@ def test_what_is_not_computed_is_refused(groups: dict[str, Any], message: str) -
         read_request(request(**groups), 16)
 
 
+def test_choices_are_no_more_than_a_worker_takes() -> None:
+    """429 would say that they may come later."""
+    asked = request(sampling_options={"n": 9})
+    assert len(read_request(asked, 16, 9).options) == 9
+    with pytest.raises(Refused, match="n: expected 1 to 8, got 9"):
+        read_request(asked, 16, 8)
+
+
 # --- the batcher ------------------------------------------------------------------------------------------------------
 
 
@@ -113,10 +121,14 @@ class Counted:
 
     def __init__(self) -> None:
         self.loads: list[tuple[int, int]] = []
+        self.free_pages: list[int] = []
         self.made = self.first_ids = self.sequences = 0
 
     def load(self, running: int, waiting: int) -> None:
         self.loads.append((running, waiting))
+
+    def pages(self, free: int) -> None:
+        self.free_pages.append(free)
 
     def first_id(self, seconds: float) -> None:
         assert seconds > 0
@@ -138,6 +150,7 @@ class Stepped:
         self.left: dict[int, int] = {}
         self.made: dict[int, int] = {}
         self.dropped: list[int] = []
+        self.free_pages = None
         self.closed = False
 
     def add(self, prompt: Any, max_new_tokens: int, logprobs: int | None = None) -> int:
@@ -332,7 +345,41 @@ def test_a_model_beside_neighbours(checkpoints: Any) -> None:
     asyncio.run(main())
 
 
+def test_pages_are_counted(checkpoints: Any) -> None:
+    """What was cancelled or has ended gives its pages back."""
+    model = cf_ops.load(checkpoints / "neox-d80", pages=12, page_entries=4)
+    prompt = list(range(1, 10))
+
+    async def main() -> None:
+        counted = Counted()
+        batcher = Batcher(model.decoder(2, 40), 2, 2, counted, lambda fault: None)
+        assert counted.free_pages == [12]
+        pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        jobs = [Job(i, prompt, {"max_new_tokens": 8 if i else 30, "id": i}, pieces) for i in range(2)]
+        batcher.submit(jobs)
+        while (await asyncio.wait_for(pieces.get(), 10)).finish is None:  # the second one's
+            pass
+        batcher.cancel(jobs)
+        for _ in range(1000):
+            if counted.free_pages[-1] == 12:
+                break
+            await asyncio.sleep(0.01)
+        assert counted.free_pages[-1] == 12
+        assert 0 <= min(counted.free_pages) <= 12 - 4  # the second one has had 16 entries
+        batcher.close()
+
+    asyncio.run(main())
+    assert cf_ops.load(checkpoints / "neox-d80").decoder(1, 8).free_pages is None
+
+
 # --- what is missing --------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_may_drain_for_as_long_as_it_was_told() -> None:
+    """Dynamo ends a worker by force after its own limit."""
+    for drain in (0, 60, 3600):
+        limits = processes.drain_limits(drain)
+        assert limits and all(name.startswith("DYN_") and int(value) > drain for name, value in limits.items())
 
 
 @pytest.mark.parametrize("module", ["not_installed", "not_installed.part"])

@@ -17,6 +17,8 @@ class Decoder(Protocol):
 
     @property
     def add(self) -> Callable[..., int]: ...
+    @property
+    def free_pages(self) -> int | None: ...
     def decode(self, steps: int = 1) -> list[tuple[int, int]]: ...
     def ended(self) -> list[int]: ...
     def finish(self, sequence: int) -> str: ...
@@ -31,6 +33,9 @@ class Observer(Protocol):
 
     def load(self, running: int, waiting: int) -> None:
         """How many sequences are in slots, and how many wait for one."""
+
+    def pages(self, free: int) -> None:
+        """How many pages of the cache no sequence has; not called where the decoder does not know."""
 
     def first_id(self, seconds: float) -> None:
         """A sequence has its first id, so long after it was handed in."""
@@ -104,6 +109,9 @@ class Batcher:
         self._cancelled: list[Job] = []
         self._closing = False
         self._jobs: dict[int, Job] = {}  # by the decoder's number of a sequence; the thread's own
+        self._free_pages = decoder.free_pages  # that the observer knows
+        if self._free_pages is not None:
+            observer.pages(self._free_pages)
         self._thread = threading.Thread(target=self._run, name="cf_ops decoder", daemon=True)
         self._thread.start()
 
@@ -154,8 +162,10 @@ class Batcher:
             except Exception as error:  # of the device: nothing can be said of any sequence
                 self._loop.call_soon_threadsafe(self._fail, f"the decoder has failed: {error}")
                 break
-            if made:
-                self._loop.call_soon_threadsafe(self._hand_out, made)
+            free_pages = self._decoder.free_pages
+            if made or free_pages != self._free_pages:
+                self._free_pages = free_pages
+                self._loop.call_soon_threadsafe(self._hand_out, made, free_pages)
         self._decoder.close()
 
     def _next_work(self) -> tuple[list[Job], list[Job]] | None:
@@ -201,7 +211,9 @@ class Batcher:
         self._decoder.drop(sequence)
         return self._jobs.pop(sequence)
 
-    def _hand_out(self, made: list[tuple[Job, Piece]]) -> None:
+    def _hand_out(self, made: list[tuple[Job, Piece]], free_pages: int | None) -> None:
+        if free_pages is not None:
+            self._observer.pages(free_pages)
         now = time.perf_counter()
         for job, piece in made:
             if job not in self._live:  # cancelled during the step

@@ -9,9 +9,9 @@ _SECONDS_AN_ID = [0.0001 * 2**n for n in range(15)]  # 0.1 ms to 1.6 s
 
 
 class Metrics:
-    """What a batcher counts, in a registry of its own."""
+    """What a batcher counts, in a registry of its own. pages: those of the cache, 0 where it has none."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, pages: int = 0) -> None:
         self.registry = registry = prometheus.CollectorRegistry()
         prometheus.Gauge("cf_ops_slots", "Sequences that run at once.", registry=registry).set(slots)
         self._running = prometheus.Gauge("cf_ops_slots_used", "Sequences that run.", registry=registry)
@@ -19,6 +19,10 @@ class Metrics:
         self._ids = prometheus.Counter(
             "cf_ops_ids", "Ids that were made; rate() gives ids a second.", registry=registry
         )
+        self._pages = pages
+        self._pages_used: prometheus.Gauge | None = None
+        if pages:
+            prometheus.Gauge("cf_ops_pages", "Pages of the cache.", registry=registry).set(pages)
         self._first = prometheus.Histogram(
             "cf_ops_ttft_seconds",
             "From a request's arrival in the worker to its first id.",
@@ -35,6 +39,14 @@ class Metrics:
     def load(self, running: int, waiting: int) -> None:
         self._running.set(running)
         self._waiting.set(waiting)
+
+    def pages(self, free: int) -> None:
+        if self._pages_used is None:  # a decoder that does not know has no such number
+            self._pages_used = prometheus.Gauge(
+                "cf_ops_pages_used", "Pages that sequences have; one that several share counts once.",
+                registry=self.registry,
+            )  # fmt: skip
+        self._pages_used.set(self._pages - free)
 
     def first_id(self, seconds: float) -> None:
         self._first.observe(seconds)

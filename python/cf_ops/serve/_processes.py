@@ -95,6 +95,12 @@ def default_capacity(directory: str) -> int:
         return CAPACITY
 
 
+def drain_limits(drain: int) -> dict[str, str]:
+    """The variables of Dynamo's that let a worker drain for so many seconds: by itself it ends after 30."""
+    names = ("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", "DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS")
+    return {name: str(drain + int(_END)) for name in names}
+
+
 def served_name(args: argparse.Namespace, directory: str) -> str:
     """What clients call the model: --name, the hub's name, or the folder's."""
     return args.name or (args.model if args.revision else os.path.basename(os.path.realpath(directory)))

@@ -37,8 +37,9 @@ class Asked(NamedTuple):
     echo: bool = False
 
 
-def read_request(request: Mapping[str, Any], capacity: int) -> Asked:
-    """Reads a request of Dynamo's; `capacity` is the number of entries that a sequence has room for.
+def read_request(request: Mapping[str, Any], capacity: int, most_choices: int = MOST_CHOICES) -> Asked:
+    """Reads a request of Dynamo's; `capacity` is the number of entries that a sequence has room for, `most_choices` the
+    number of sequences that a worker takes.
 
     The random numbers of choice i are those of sequence i and the request's seed, so that they depend on the request
     alone. Without a seed it gets one that nobody can guess. Raises Refused.
@@ -73,8 +74,9 @@ def read_request(request: Mapping[str, Any], capacity: int) -> Asked:
     if least > most:
         raise Refused(f"min_tokens: expected at most {most}, which max_tokens or the capacity allow, got {least}")
     choices = 1 if sampling.get("n") is None else sampling["n"]
-    if not 1 <= choices <= MOST_CHOICES:
-        raise Refused(f"n: expected 1 to {MOST_CHOICES}, got {choices}")
+    most_choices = min(most_choices, MOST_CHOICES)
+    if not 1 <= choices <= most_choices:
+        raise Refused(f"n: expected 1 to {most_choices}, got {choices}")
     echo = (request.get("output_options") or {}).get("prompt_logprobs") is not None  # as the front end calls it
     if echo and stop.get("stop"):
         raise Refused("echo: expected it without texts of stop, which the prompt may have, got both")
