@@ -1,7 +1,7 @@
 """``python -m cf_ops serve`` with Dynamo, on loopback with the CPU backend, by the openai client and raw sockets.
 
-The numbers are small ones. CF_SERVE_FULL=1 takes those of a release: 200 requests with seeds, 10,000 connections, 10,000
-requests for the memory. It runs for several minutes.
+Some numbers are small ones. CF_SERVE_FULL=1 takes those of a release: 64 slots, 200 requests with seeds, 10,000 requests
+for the memory. It runs for several minutes.
 """
 
 from __future__ import annotations
@@ -373,8 +373,7 @@ def test_a_body_that_is_no_request(server: Server) -> None:
 
 
 def test_a_body_that_is_too_large(server: Server) -> None:
-    size = 100 << 20 if FULL else 4 << 20
-    body = b'{"model": "stdlib-4m", "prompt": "' + b"x" * size + b'"}'
+    body = b'{"model": "stdlib-4m", "prompt": "' + b"x" * (100 << 20) + b'"}'
     try:
         status, _ = server.post(body)
         assert status == 413
@@ -428,7 +427,7 @@ def request_bytes(server: Server, **options: Any) -> bytes:
 def test_connections_that_are_opened_and_dropped(server: Server) -> None:
     whole = request_bytes(server, max_tokens=20, stream=True)
     rng = random.Random(1)
-    for number in range(10_000 if FULL else 300):
+    for number in range(10_000):
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
             if number % 3:
                 connection.sendall(whole[: rng.randrange(len(whole) + 1)])
