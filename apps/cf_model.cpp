@@ -15,12 +15,14 @@ int main(int argc, char** argv) {
   CommandLine& eval_line = line.subcommand("eval", "Score the ids of a text, beside the oracle if asked to");
   CommandLine& memorize_line =
       line.subcommand("memorize", "Compare sequences with how the model continues their beginnings");
+  CommandLine& sweep_line = line.subcommand("sweep", "Measure the revisions of a model, and name those that are wrong");
   CommandLine& bench_line = line.subcommand("bench", "Time prompts and tokens");
   CommandLine& info_line = line.subcommand("info", "Print a model's sizes and what fits this machine");
   Generate generate(generate_line);
   Stream stream(stream_line);
   Evaluate evaluate(eval_line);
   Memorize memorize(memorize_line);
+  Sweep sweep(sweep_line);
   Bench bench(bench_line);
   Info info(info_line);
   line.example("Continue token ids and print text",
@@ -32,6 +34,7 @@ int main(int argc, char** argv) {
   if (stream_line.chosen()) return stream.run(command);
   if (eval_line.chosen()) return evaluate.run(command);
   if (memorize_line.chosen()) return memorize.run(command);
+  if (sweep_line.chosen()) return sweep.run(command);
   if (bench_line.chosen()) return bench.run(command);
   return info.run();
 }

@@ -125,6 +125,7 @@ struct CommandLine::State {
     bool* flag = nullptr;
     std::string kind{};                // of its value
     std::vector<std::string> known{};  // values that completion offers
+    bool many = false;                 // of words()
   };
   struct Path {
     std::string option, path;
@@ -211,6 +212,19 @@ void CommandLine::text(const std::string& name, std::string& value, const std::s
     return "";
   };
   option(name, kind, value, known.empty() ? help : help + ": " + list_of(known), accept, known);
+}
+
+void CommandLine::words(const std::string& name, std::vector<std::string>& values, const std::string& help,
+                        const std::string& kind, const std::vector<std::string>& known) {
+  const auto accept = [&values, known](const std::string& text) {
+    if (text.empty()) return std::string("a text");
+    if (!known.empty() && std::find(known.begin(), known.end(), text) == known.end()) return list_of(known);
+    values.push_back(text);
+    return std::string();
+  };
+  option(name, kind + "...", "", help, accept, known);
+  state_->options.back().many = true;
+  state_->options.back().parsed->expected(-1);
 }
 
 void CommandLine::choice(const std::string& name, std::string& value, const std::vector<std::string>& choices,
@@ -419,10 +433,11 @@ void CommandLine::collect(Faults& faults) {
         *o.flag = true;
       else
         faults.expected(o.name, "no value", *value);
-    } else if (values.size() > 1) {
+    } else if (values.size() > 1 && !o.many) {
       faults.add(fmt::format("{}: expected once, got {} times", o.name, values.size()));
-    } else if (const std::string expected = o.accept(values.front()); !expected.empty()) {
-      faults.expected(o.name, expected, values.front());
+    } else {
+      for (const std::string& value : values)
+        if (const std::string expected = o.accept(value); !expected.empty()) faults.expected(o.name, expected, value);
     }
   }
   for (const auto& check : s.checks) check(faults);

@@ -70,8 +70,8 @@ Status check_apart(std::string_view option, const std::string& output, std::stri
 /// The options of a program or of one of its subcommands. Every option is declared with the variable that takes its
 /// value; a value that the option refuses leaves the variable as it was. `name` is "--batch"; "--batch,--tokens" for an
 /// option of two names, which messages call by the first; "op" for the word that belongs to no option. An option that
-/// is not a flag takes one value, at most once. parse() collects all faults: unknown options, missing ones, refused
-/// values, and what the checks add.
+/// is not a flag takes one value, at most once, but for words(). parse() collects all faults: unknown options, missing
+/// ones, refused values, and what the checks add.
 ///
 /// The options of a program appear in its --help in the order of their declarations, under the title that group() gave
 /// last. For completion, `--complete WORDS` prints what the last word may become.
@@ -104,6 +104,10 @@ class CommandLine {
   /// lists.
   void text(const std::string& name, std::string& value, const std::string& help, const std::string& kind = "TEXT",
             const std::vector<std::string>& known = {});
+  /// One or more texts behind the option: all words up to the next option, of each time that it is given. Where some
+  /// are `known`, no other is accepted.
+  void words(const std::string& name, std::vector<std::string>& values, const std::string& help,
+             const std::string& kind, const std::vector<std::string>& known = {});
   /// One of the choices.
   void choice(const std::string& name, std::string& value, const std::vector<std::string>& choices,
               const std::string& help);

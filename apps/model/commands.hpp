@@ -6,6 +6,8 @@
 
 #include "apps/cli/options.hpp"
 #include "apps/model/common.hpp"
+#include "apps/model/sweep_metrics.hpp"
+#include "apps/model/sweep_rows.hpp"
 #include "core/sampling.hpp"
 
 namespace cf::apps {
@@ -73,6 +75,22 @@ class Memorize {
   std::int64_t context_ = 32, continuation_ = 32, first_ = 0, slots_ = kSlots;
   bool exact_only_ = false;
   std::vector<std::int32_t> never_ids_;
+};
+
+/// A metric over the revisions of a model.
+class Sweep {
+ public:
+  explicit Sweep(CommandLine& line);
+  int run(const std::string& command);
+
+ private:
+  /// A row of each revision, with nothing measured.
+  std::vector<SweepRow> rows() const;
+
+  ModelOptions model_;
+  SweepMetricsOptions options_;
+  std::vector<std::string> revisions_;
+  std::string model_folder_, json_, csv_;
 };
 
 /// Time to first token, time per token and throughput over prompts, outputs and slots; how long a prompt that joins

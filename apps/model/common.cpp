@@ -47,8 +47,7 @@ DeviceModelOptions device_options(const ModelOptions& o, std::int64_t slots, std
 }  // namespace
 
 void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
-  constexpr std::int64_t most_group = 1 << 22, most_chunk = 1 << 20;
-  o.threads = omp_get_max_threads();
+  constexpr std::int64_t most_group = 1 << 22;
   line.group("Model");
   line.text("--model", o.choice.directory, "Checkpoint directory: config.json and safetensors", "DIR");
   line.reads("--model");
@@ -64,6 +63,12 @@ void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
   line.needs("--quant", "--preset");
   line.needs("--group", "--quant");
   line.needs("--weights-seed", "--preset");
+  declare_backend(line, o, runs);
+}
+
+void declare_backend(CommandLine& line, ModelOptions& o, bool runs) {
+  constexpr std::int64_t most_chunk = 1 << 20;
+  o.threads = omp_get_max_threads();
   line.group("Backend");
   line.choice("--backend,--device", o.backend, {"cpu", "cuda"}, "What runs the model");
   line.choice("--impl", o.impl, {"auto", "unfused", "graph", "split", "layer", "persistent"},
@@ -142,7 +147,7 @@ Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::in
     CF_TRY_ASSIGN(DeviceTimer device, DeviceTimer::create());
     running.device = std::make_shared<DeviceTimer>(std::move(device));
   } else {
-    CF_TRY(cpu_ref::Model::check_memory(config.name, config, cpu_options(o, slots, capacity)));
+    CF_TRY(check_host_memory(o, slots, capacity, config));
   }
   CF_TRY_ASSIGN(running.loaded, source.outline());
   if (running.device) {
@@ -165,6 +170,10 @@ Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::in
     say(fmt::format("positions beyond max_position_embeddings {} are used as Hugging Face does, up to {}",
                     config.max_position_embeddings, capacity));
   return running;
+}
+
+Status check_host_memory(const ModelOptions& o, std::int64_t slots, std::int64_t capacity, const ModelConfig& config) {
+  return cpu_ref::Model::check_memory(config.name, config, cpu_options(o, slots, capacity));
 }
 
 Status start_model(const ModelOptions& o, std::int64_t slots, std::int64_t capacity, RunningModel& running) {

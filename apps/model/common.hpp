@@ -48,9 +48,12 @@ struct ModelOptions {
   std::int64_t chunk_tokens() const { return chunk.value_or(cuda() && window == 0 ? 2048 : 512); }
 };
 
-/// Declares --model, --preset, --dtype, --quant, --group, --weights-seed, --backend, --impl, --gpus and --invariant; with `runs`
-/// --activation, --chunk and --threads, too. Refuses options of the other backend, and a backend that is not there.
+/// Declares --model, --preset, --dtype, --quant, --group, --weights-seed, and what declare_backend() declares.
 void declare_model(CommandLine& line, ModelOptions& o, bool runs = true);
+
+/// Declares --backend, --impl, --gpus and --invariant; with `runs` --activation, --chunk and --threads, too. Refuses
+/// options of the other backend, and a backend that is not there.
+void declare_backend(CommandLine& line, ModelOptions& o, bool runs = true);
 
 /// Declares --window and --sinks, for which every sequence is a stream.
 void declare_stream(CommandLine& line, ModelOptions& o);
@@ -79,6 +82,9 @@ struct RunningModel {
 /// positions go beyond max_position_embeddings. Refuses what ModelSource::load() refuses, and so many slots and entries
 /// that the free memory does not hold them.
 Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::int64_t capacity);
+
+/// Refuses a model on the CPU whose cache and activations the free memory does not hold.
+Status check_host_memory(const ModelOptions& o, std::int64_t slots, std::int64_t capacity, const ModelConfig& config);
 
 /// Makes the model's runner: takes memory for its cache and activations, on a GPU for its weights, too. The runner
 /// that was there before is freed by its owner. Refuses what the runner's create() refuses.

@@ -11,35 +11,16 @@
 #include "apps/cli/table.hpp"
 #include "apps/cli/terminal.hpp"
 #include "apps/model/commands.hpp"
+#include "apps/model/text_score.hpp"
 #include "apps/verify/quality.hpp"
-#include "core/model/score.hpp"
 #include "core/model/slot_lease.hpp"
 #include "cpu_ref/model.hpp"
-#include "golden/checkpoint/token_file.hpp"
 #include "golden/file/model_golden.hpp"
 
 namespace cf::apps {
 namespace {
 
 using Json = nlohmann::ordered_json;
-
-/// A part of a text that goes through the model by itself: ids [first, last). The predictions of id `scored` and of the
-/// later ones are scored.
-struct Window {
-  std::int64_t first, last, scored;
-};
-
-/// Windows of `context` ids, `stride` apart; each scores what the one before has not. The first id has no prediction.
-/// Source: transformers, docs/source/en/perplexity.md.
-std::vector<Window> windows_of(std::int64_t count, std::int64_t context, std::int64_t stride) {
-  std::vector<Window> windows;
-  for (std::int64_t first = 0, scored = 1; scored < count; first += stride) {
-    const std::int64_t last = std::min(first + context, count);
-    windows.push_back({first, last, scored});
-    scored = last;
-  }
-  return windows;
-}
 
 /// Calls f(i, logits) for every position i of a window that counts, with the logits that predict id i + 1.
 Status for_each_prediction(ModelRunner& model, std::span<const std::int32_t> ids, std::int64_t skipped, bool by_token,
@@ -70,38 +51,6 @@ Status for_each_prediction(ModelRunner& model, std::span<const std::int32_t> ids
     }
   }
   return {};
-}
-
-/// Scores the windows' ids, and keeps no logits. Where `check` ends it, the windows before that are there.
-Status score_windows(std::unique_ptr<ModelRunner> model, std::span<const std::int32_t> ids,
-                     const std::vector<Window>& windows, const std::string& source,
-                     const std::function<Status()>& check, Progress& progress, Quality& quality) {
-  std::vector<ScorePrompt> prompts;
-  for (const Window& w : windows) {
-    const auto part = ids.subspan(std::size_t(w.first), std::size_t(w.last - w.first));
-    // The first id of a window has no prediction.
-    if (part.size() > 1) prompts.push_back({{part.begin(), part.end()}, std::max<std::int64_t>(1, w.scored - w.first)});
-  }
-  CF_TRY_ASSIGN(Scorer scorer, Scorer::create(SlotLease::of_all(std::move(model)), prompts));
-  Status ended;
-  while (ended && !scorer.done()) {
-    ended = check();
-    if (ended) ended = scorer.step();
-    progress.set(scorer.ids_read() * std::int64_t(ids.size()) / scorer.ids());
-  }
-  for (std::size_t i = 0; i < prompts.size(); ++i) {
-    const PromptScore& score = scorer.scores()[i];
-    if (!score.status)
-      return Status::error(score.status.code(), fmt::format("{}: window {}: {}", source, i, score.status.message()));
-    if (std::int64_t(score.ids.size()) < std::int64_t(prompts[i].ids.size()) - prompts[i].first) break;
-    for (const IdScore& id : score.ids) {
-      if (!std::isfinite(id.log_prob))
-        return Status::error(Code::invalid_argument,
-                             fmt::format("{}: window {}: an id has the probability 0", source, i));
-      quality.add(id.log_prob);
-    }
-  }
-  return ended;
 }
 
 std::vector<double> widened(const Tensor& row) {
@@ -314,24 +263,14 @@ Result<std::vector<std::int32_t>> Evaluate::read_ids(const ModelConfig& config) 
   std::vector<std::int32_t> ids;
   const std::string& path = reference_.empty() ? tokens_ : reference_;
   if (reference_.empty()) {
-    CF_TRY_ASSIGN(checkpoint::TokenFile file,
-                  checkpoint::read_token_file(tokens_, limit_.value_or(checkpoint::kAllIds)));
-    if (file.shape.size() > 1 && file.shape[0] != 1)
-      return Status::error(Code::invalid_argument,
-                           fmt::format("{}: expected ids in one row, got {} rows", tokens_, file.shape[0]));
-    ids = std::move(file.ids);
+    CF_TRY_ASSIGN(ids, read_text(tokens_, limit_));
   } else {
     CF_TRY_ASSIGN(const golden::ModelGolden file, golden::ModelGolden::open(reference_));
     CF_TRY_ASSIGN(const Tensor read, file.ids());
     ids.assign(read.as<std::int32_t>(), read.as<std::int32_t>() + read.size());
+    if (limit_ && *limit_ < std::int64_t(ids.size())) ids.resize(std::size_t(*limit_));
   }
-  if (limit_ && *limit_ < std::int64_t(ids.size())) ids.resize(std::size_t(*limit_));
-  if (ids.size() < 2)
-    return Status::error(Code::invalid_argument, fmt::format("{}: expected at least 2 ids, got {}", path, ids.size()));
-  for (std::size_t i = 0; i < ids.size(); ++i)
-    if (ids[i] < 0 || ids[i] >= config.vocab_size)
-      return Status::error(Code::invalid_argument,
-                           fmt::format("{}: id {}: expected 0 to {}, got {}", path, i, config.vocab_size - 1, ids[i]));
+  CF_TRY(check_text(path, ids, config.vocab_size));
   return ids;
 }
 
@@ -396,7 +335,10 @@ int Evaluate::run(const std::string& command) {
     // Where no logits are compared, those of prompts need not be kept.
     const bool scores = !oracle && !reference && feed_ == "prompt";
     if (scores) {
-      const Status s = score_windows(std::move(running->model), ids, windows, source, check, progress, quality);
+      const auto add = [&](std::int64_t, double log_prob) { quality.add(log_prob); };
+      const auto tell = [&](std::int64_t done) { progress.set(done); };
+      const Status s =
+          score_windows(SlotLease::of_all(std::move(running->model)), ids, windows, source, check, tell, add);
       signal = interrupts.noted();
       if (!s && !signal) return fail(s);
     }

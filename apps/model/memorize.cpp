@@ -17,11 +17,11 @@
 #include "apps/cli/interrupt.hpp"
 #include "apps/cli/program.hpp"
 #include "apps/model/commands.hpp"
+#include "apps/model/sequences.hpp"
 #include "core/atomic_file.hpp"
 #include "core/model/memorizer.hpp"
 #include "core/model/slot_lease.hpp"
 #include "golden/checkpoint/generation_config.hpp"
-#include "golden/checkpoint/token_file.hpp"
 
 namespace cf::apps {
 namespace {
@@ -31,72 +31,6 @@ using Clock = std::chrono::steady_clock;
 
 Status bad_file(const std::string& path, std::string what) {
   return Status::error(Code::invalid_file, path + ": " + std::move(what));
-}
-
-/// The sequences of a file, equally long. A .npy file is read whole, any other by its parts.
-class Sequences {
- public:
-  /// `row`: the ids of a sequence, where the file does not say. `type`: of the ids in a file that is no .npy file.
-  static Result<Sequences> open(const std::string& path, std::optional<std::int64_t> row, const std::string& type);
-
-  std::int64_t count() const { return count_; }
-  std::int64_t length() const { return length_; }
-  /// The first `ids` ids of a sequence.
-  Result<std::vector<std::int32_t>> read(std::int64_t number, std::int64_t ids);
-
- private:
-  std::string path_;
-  std::int64_t count_ = 0, length_ = 0;
-  std::vector<std::int32_t> ids_;  // of a .npy file
-  std::ifstream file_;             // any other one
-  std::size_t id_bytes_ = 0;
-};
-
-Result<Sequences> Sequences::open(const std::string& path, std::optional<std::int64_t> row, const std::string& type) {
-  Sequences s;
-  s.path_ = path;
-  std::int64_t ids = 0;
-  if (path.ends_with(".npy")) {
-    CF_TRY_ASSIGN(checkpoint::TokenFile file, checkpoint::read_token_file(path));
-    ids = std::int64_t(file.ids.size());
-    if (file.shape.size() == 1 && !row)
-      return bad_file(path, "expected --row, the ids of a sequence, for ids in a row");
-    s.length_ = row.value_or(file.shape.back());
-    s.ids_ = std::move(file.ids);
-  } else {
-    if (!row) return bad_file(path, "expected --row, the ids of a sequence, for a file that is no .npy file");
-    s.id_bytes_ = type == "uint16" ? 2 : 4;
-    s.length_ = *row;
-    s.file_.open(path, std::ios::binary | std::ios::ate);
-    if (!s.file_) return Status::error(Code::io_error, path + ": cannot be read");
-    const auto bytes = std::int64_t(s.file_.tellg());
-    ids = bytes / std::int64_t(s.id_bytes_);
-    if (bytes % std::int64_t(s.id_bytes_) != 0)
-      return bad_file(path, fmt::format("expected ids of {} bytes, got {} bytes", s.id_bytes_, bytes));
-  }
-  if (ids == 0 || ids % s.length_ != 0)
-    return bad_file(path, fmt::format("expected sequences of {} ids, got {} ids", s.length_, ids));
-  s.count_ = ids / s.length_;
-  return s;
-}
-
-Result<std::vector<std::int32_t>> Sequences::read(std::int64_t number, std::int64_t ids) {
-  const auto first = std::size_t(number * length_), count = std::size_t(ids);
-  if (!ids_.empty()) {
-    const auto begin = ids_.begin() + std::ptrdiff_t(first);
-    return std::vector<std::int32_t>(begin, begin + std::ptrdiff_t(count));
-  }
-  std::vector<unsigned char> bytes(count * id_bytes_);
-  file_.seekg(std::streamoff(first * id_bytes_));
-  file_.read(reinterpret_cast<char*>(bytes.data()), std::streamsize(bytes.size()));
-  if (!file_) return Status::error(Code::io_error, path_ + ": cannot be read");
-  std::vector<std::int32_t> made(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    std::uint32_t id = 0;
-    for (std::size_t byte = id_bytes_; byte-- > 0;) id = id << 8 | bytes[i * id_bytes_ + byte];  // little-endian
-    made[i] = std::int32_t(id);
-  }
-  return made;
 }
 
 /// Results in the order of the sequences, and the file that they are appended to: a header, then a line for each
@@ -277,25 +211,15 @@ int Memorize::run(const std::string& command) {
     if (!made) return fail(made.status());
     Memorizer& memorizer = *made;
     constexpr std::int64_t lines_at_once = 1024;
-    std::int64_t next = begun, flushed = begun;
-    const auto work = [&]() -> Status {
-      while (next < count || memorizer.running() > 0) {
-        // As many wait as there are slots, so that one is there wherever a sequence ends.
-        for (; next < count && memorizer.running() < 2 * slots; ++next) {
-          CF_TRY_ASSIGN(const std::vector<std::int32_t> ids, sequences.read(first_ + next, length));
-          CF_TRY(memorizer.add(first_ + next, ids));
-        }
-        CF_TRY_ASSIGN(const std::vector<Memorized> ended, memorizer.step());
-        for (const Memorized& m : ended) results.put(m);
-        CF_TRY(loaded.check_files());
-        if (results.done() - flushed >= lines_at_once) {
-          CF_TRY(results.flush());
-          flushed = results.done();
-        }
-      }
-      return {};
+    std::int64_t flushed = begun;
+    const auto put = [&](std::span<const Memorized> ended) -> Status {
+      for (const Memorized& m : ended) results.put(m);
+      CF_TRY(loaded.check_files());
+      if (results.done() - flushed < lines_at_once) return {};
+      flushed = results.done();
+      return results.flush();
     };
-    const Status worked = work();
+    const Status worked = continue_sequences(memorizer, sequences, first_ + begun, first_ + count, length, slots, put);
     const Status flushed_rest = results.flush();
     signal = interrupts.noted();
     if (!worked && signal == 0) return fail(worked);

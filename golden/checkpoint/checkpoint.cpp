@@ -368,6 +368,15 @@ Status Checkpoint::take_config(std::string_view text, const std::string& source)
 std::string Checkpoint::single_file() const { return name_ + kSuffix; }
 std::string Checkpoint::index_file() const { return name_ + kIndexSuffix; }
 
+std::vector<std::string> Checkpoint::files() const {
+  std::set<std::string> names;
+  for (const auto& [tensor, shard] : shard_of_) names.insert(shard);
+  if (!sharded_) names.insert(single_file());
+  return {names.begin(), names.end()};
+}
+
+std::string Checkpoint::path_of(const std::string& name) const { return join(directory_, name); }
+
 struct Checkpoint::OpenFiles {
   std::mutex mutex;
   std::map<std::string, Result<File>> files;  // a file that could not be opened is not opened again
@@ -861,11 +870,8 @@ Status Checkpoint::check_finite(const CheckpointModel& model, const WeightsProgr
 }
 
 Status Checkpoint::check_names() const {
-  std::set<std::string> names;
-  for (const auto& [tensor, shard] : shard_of_) names.insert(shard);
-  if (!sharded_) names.insert(single_file());
   const KnownNames known(config_, gptq_, in_memory_);
-  for (const std::string& name : names) {
+  for (const std::string& name : files()) {
     CF_TRY_ASSIGN(const File shard, file(name));
     for (const TensorEntry& t : shard->tensors()) {
       const auto refuse = [&](const std::string& what) {

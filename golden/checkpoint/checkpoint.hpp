@@ -82,6 +82,9 @@ class Checkpoint {
                                         const std::string& source);
 
   const std::string& directory() const { return directory_; }
+  /// The names of the files that hold its tensors, and the path of a file of the directory.
+  std::vector<std::string> files() const;
+  std::string path_of(const std::string& name) const;
   /// Whether it was made by from_memory().
   bool in_memory() const { return in_memory_; }
   const ModelConfig& config() const { return config_; }  // its name is the directory's where config.json has none

@@ -92,5 +92,6 @@ Result<Json> parse_json_object(std::string_view text, const std::string& source)
 }
 
 std::string indented(const Json& value) { return value.dump(2, ' ', false, Json::error_handler_t::replace); }
+std::string one_line(const Json& value) { return value.dump(-1, ' ', false, Json::error_handler_t::replace); }
 
 }  // namespace cf::checkpoint

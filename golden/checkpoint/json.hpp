@@ -20,5 +20,7 @@ Result<Json> parse_json_object(std::string_view text, const std::string& source)
 
 /// JSON text with indentation; bytes that are not UTF-8 are replaced.
 std::string indented(const Json& value);
+/// The same in one line.
+std::string one_line(const Json& value);
 
 }  // namespace cf::checkpoint

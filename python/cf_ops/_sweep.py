@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -53,6 +52,13 @@ class Sweep:
             | {"sha256": r.sha256, "directory": r.directory, "error": r.error}
             for r in self.revisions
         ]
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Sweep:
+        """The rows of a file that :func:`sweep` has written as `out`, or ``cf-model sweep`` as ``--json``. Raises
+        ValueError for any other file."""
+        name = path_of("path", path)
+        return _sweep_of(name, read_json(name))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes the table."""
@@ -138,7 +144,7 @@ def sweep(
         if not callable(metric):
             raise TypeError(f"metrics: expected functions of a model, got {kind_of(metric)} for {name!r}")
     loads = _Loads(model, device, activation, slots, capacity, impl)
-    rows = [Revision(name, _step_of(os.path.basename(name.rstrip("/")), place)) for place, name in enumerate(names)]
+    rows = [Revision(name, _core.step_of(name, place)) for place, name in enumerate(names)]
     about = {"program": _MADE_FOR, "model": model, "metrics": list(metrics), "settings": dict(settings or {})}
     path = None if out is None else path_of("out", out)
     kept = {} if path is None else _read_rows(path, about)
@@ -299,14 +305,14 @@ def _read_rows(path: str, about: Mapping[str, Any]) -> dict[str, Revision]:
     for name, value in about.items():
         if found.get(name) != value:
             raise ValueError(f"{path}: expected a sweep with {name} {value!r}, to go on with, got {found.get(name)!r}")
+    return {row.name: row for row in _sweep_of(path, found).revisions if row.error is None}
+
+
+def _sweep_of(path: str, found: Mapping[str, Any]) -> Sweep:
+    """The sweep of a file's JSON."""
     known = {f.name for f in fields(Revision)}
     try:
         rows = [Revision(**{name: value for name, value in row.items() if name in known}) for row in found["revisions"]]
+        return Sweep(rows, faults(rows))
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{path}: expected the rows of a sweep") from None
-    return {row.name: row for row in rows if row.error is None}
-
-
-def _step_of(name: str, place: int) -> int:
-    found = re.search(r"step[-_]?(\d+)", name) or re.search(r"(\d+)\D*$", name)
-    return int(found.group(1)) if found else place

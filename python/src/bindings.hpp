@@ -35,5 +35,7 @@ void bind_decoder(nanobind::module_& m);
 void bind_scorer(nanobind::module_& m);
 void bind_memorizer(nanobind::module_& m);
 void bind_tap_reader(nanobind::module_& m);
+/// Adds what tells revisions of a model apart.
+void bind_revisions(nanobind::module_& m);
 
 }  // namespace cf::python

@@ -57,4 +57,5 @@ NB_MODULE(_core, m) {
   cf::python::bind_scorer(m);
   cf::python::bind_memorizer(m);
   cf::python::bind_tap_reader(m);
+  cf::python::bind_revisions(m);
 }

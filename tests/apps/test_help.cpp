@@ -17,7 +17,7 @@ const std::vector<std::string> programs{"cf-golden", "cf-layer", "cf-model", "cf
 const std::vector<std::string> pages{
     "cf-golden",     "cf-golden info",    "cf-golden run",  "cf-golden compare", "cf-layer",
     "cf-model",      "cf-model info",     "cf-model bench", "cf-model generate", "cf-model stream",
-    "cf-model eval", "cf-model memorize", "cf-op"};
+    "cf-model eval", "cf-model memorize", "cf-model sweep", "cf-op"};
 
 /// Runs a command line in a folder, that of the sources when left out, where the programs are on the PATH.
 ProgramRun run(const std::string& command, const std::string& folder = CF_SOURCE_DIR) {
@@ -138,7 +138,7 @@ TEST_CASE("help that cannot be written is no success", "[help]") {
 
 TEST_CASE("bash completes commands, options and values", "[completion]") {
   CHECK(completed({"cf-model", ""}) ==
-        Words{"generate", "stream", "eval", "memorize", "bench", "info", "--help", "--version"});
+        Words{"generate", "stream", "eval", "memorize", "sweep", "bench", "info", "--help", "--version"});
   CHECK(completed({"cf-model", "ge"}) == Words{"generate"});
   CHECK(completed({"cf-model", "generate", "--pr"}) == Words{"--preset", "--processes", "--prompt-ids", "--prompt"});
   CHECK(completed({"cf-model", "info", "--preset", "pythia-2"}) == Words{"pythia-2.8b"});

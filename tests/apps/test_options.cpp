@@ -85,6 +85,31 @@ std::string faults(std::vector<std::string> words) {
 
 }  // namespace
 
+TEST_CASE("an option of words takes all up to the next option, each time that it is given", "[options]") {
+  std::vector<std::string> folders, metrics;
+  std::int64_t batch = 1;
+  const auto faults = [&](std::vector<std::string> words) {
+    folders.clear();
+    metrics.clear();
+    CommandLine line("Does nothing.");
+    line.words("--folders,--dirs", folders, "Folders", "DIR");
+    line.words("--metric", metrics, "Metrics", "NAME", {"one", "two"});
+    line.integer("--batch", batch, {1, 9}, "Sequences");
+    line.require("--folders");
+    return Program::parse(line, std::move(words));
+  };
+  using Words = std::vector<std::string>;
+  CHECK(faults({"--folders", "a", "b", "--metric", "two", "--batch", "3", "--dirs", "c"}) == "");
+  CHECK(folders == Words{"a", "b", "c"});
+  CHECK(metrics == Words{"two"});
+  CHECK(batch == 3);
+  CHECK(faults({"--metric=one", "--folders", "a"}) == "");
+  CHECK(metrics == Words{"one"});
+  CHECK(faults({"--folders", "a", "", "--metric", "one", "three"}) ==
+        "--folders: expected a text, got ''; --metric: expected one or two, got 'three'");
+  CHECK(faults({"--batch", "2"}) == "--folders: required, not given");
+}
+
 TEST_CASE("options take their values") {
   const TempDir dir;
   Program p;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import math
 import pathlib
@@ -53,6 +54,10 @@ def ppl(model: cf_ops.Model) -> float:
     return model.perplexity(IDS, 40).perplexity
 
 
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
 def faults(made: cf_ops.Sweep) -> dict[str, str]:
     return {pathlib.Path(fault.revision).name: fault.what for fault in made.faults}
 
@@ -66,6 +71,11 @@ def test_each_revision_is_measured(revision: Callable[..., pathlib.Path], tmp_pa
         assert row.metrics["ppl"] == score.perplexity and row.metrics["text.positions"] == IDS.size - 1
         assert row.directory == str(directory) and row.config["model_type"] == "gpt_neox"
         assert row.files == {"model.safetensors": (directory / "model.safetensors").stat().st_size}
+        assert row.files_sha256 == {name: _sha256((directory / name).read_bytes()) for name in row.files}
+        stored, _ = _safetensors.read(str(directory / "model.safetensors"))
+        described = {n: f"{t.dtype}{list(t.shape)} {_sha256(t.data.tobytes())}" for n, t in stored.items()}
+        assert row.tensors == described
+        assert row.sha256 == _sha256("".join(f"{n} {described[n]}\n" for n in sorted(described)).encode())
     assert len({r.sha256 for r in made.revisions}) == 3
     made.to_csv(tmp_path / "table.csv")
     table = list(csv.DictReader((tmp_path / "table.csv").open()))
@@ -172,6 +182,58 @@ def test_a_corrupted_revision_and_a_copy_are_named(revision: Callable[..., pathl
     assert made.revisions[3].metrics == made.revisions[1].metrics
 
 
+def both_programs(
+    cf_model: str, folders: list[pathlib.Path], options: list[object], tmp_path: pathlib.Path
+) -> tuple[list[list[str]], cf_ops.Sweep]:
+    """The table of ``cf_ops sweep``, once that of ``cf-model sweep`` is known to be the same, and the latter's file."""
+    tables: list[list[list[str]]] = []
+    reports: list[cf_ops.Sweep] = []
+    for number, program in enumerate(([sys.executable, "-m", "cf_ops"], [cf_model])):
+        table, report = tmp_path / f"{number}.csv", tmp_path / f"{number}.json"
+        command = [*program, "sweep", "--folders", *folders, *options, "--csv", table]
+        done = subprocess.run(
+            [*map(str, command), "--json" if number else "--out", str(report)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 1, done.stderr
+        tables.append(list(csv.reader(table.open())))
+        reports.append(cf_ops.Sweep.read(report))
+    ours, theirs = tables
+    assert ours[0] == theirs[0] and len(ours) == len(theirs) == len(folders) + 1
+    for row, other in zip(ours, theirs):
+        for name, value, found in zip(ours[0], row, other):
+            if name in ("revision", "step", "sha256", "directory", "error") or not value or row is ours[0]:
+                assert value == found
+            else:  # sums in another order
+                assert float(value) == pytest.approx(float(found), rel=1e-12)
+    assert reports[0].faults == reports[1].faults
+    assert [r.tensors for r in reports[0].revisions] == [r.tensors for r in reports[1].revisions]
+    return ours, reports[1]
+
+
+def test_cf_model_makes_the_same_table(
+    revision: Callable[..., pathlib.Path], cf_model: str, tmp_path: pathlib.Path
+) -> None:
+    def spoil(tensors: dict[str, np.ndarray[Any, Any]]) -> None:
+        tensors[MLP][3, 5] = math.nan
+
+    folders = [revision(4), revision(0), revision(2), revision(6, spoil), revision(4, name="copy-of-step4, once")]
+    np.save(tmp_path / "ids.npy", IDS)
+    np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(0, 128, (7, 66)).astype(np.int32))
+    options: list[object] = ["--tokens", tmp_path / "ids.npy", "--context", 30, "--stride", 20, "--slots", 3]
+    options += ["--metric", "perplexity", "--metric", "surprisal", "--metric", "memorization"]
+    options += ["--sequences", tmp_path / "rows.npy", "--activation", "float64"]
+    table, read = both_programs(cf_model, folders, options, tmp_path)
+    assert table[0][2:4] == ["perplexity", "perplexity.error"]
+    assert set(faults(read)) == {"model-step6", "copy-of-step4, once"}
+    if _has_matplotlib():
+        read.plot(tmp_path / "plot.svg")
+        assert (tmp_path / "plot.svg").read_text().count('<g id="axes_') == 5
+
+
 def test_steps_of_a_training_are_told_apart(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Three steps of golden/tools/train_small.py, of which one is spoilt, and a copy."""
     for package in ("torch", "transformers", "tokenizers", "safetensors"):
@@ -193,6 +255,12 @@ def test_steps_of_a_training_are_told_apart(root: pathlib.Path, tmp_path: pathli
     assert "expected a finite number" in named["step8"] and named["step20"] == f"all tensors are those of {steps[0]}"
     losses = [row.metrics.get("ppl.perplexity") for row in made.revisions]
     assert losses[1] is None and losses[0] == losses[3] and losses[2] < losses[0]
+    built = sorted(root.glob("build/*/apps/cf-model"))
+    if built:
+        np.save(tmp_path / "ids.npy", ids)
+        options: list[object] = ["--metric", "perplexity", "--tokens", tmp_path / "ids.npy", "--context", 64]
+        table, read = both_programs(str(built[0]), steps, options, tmp_path)
+        assert read.faults == made.faults and float(table[1][2]) == losses[0]
 
 
 def test_other_ways_to_be_wrong_are_named(revision: Callable[..., pathlib.Path], checkpoints: pathlib.Path) -> None:
@@ -225,7 +293,7 @@ def test_other_ways_to_be_wrong_are_named(revision: Callable[..., pathlib.Path],
         file.truncate(1000)
     other = checkpoints / "neox-d128"
     found = names(steps[0], cut, other)
-    assert "model.safetensors: expected a file of safetensors" in found[cut.name]
+    assert "model.safetensors: truncated: the header asks for" in found[cut.name]
     assert f"that of {steps[0]}" in found[other.name]
 
 
@@ -251,6 +319,11 @@ def test_an_interrupted_sweep_goes_on(revision: Callable[..., pathlib.Path], tmp
     assert [r.metrics["m"] for r in made.revisions] == [1, 4, 5, 6]
     assert cf_ops.sweep(directories[:2], {"m": metric}, out=out).revisions == made.revisions[:2] and len(measured) == 6
     before = out.read_bytes()
+    assert cf_ops.Sweep.read(out).revisions == made.revisions and cf_ops.Sweep.read(out).faults == []
+    for wrong in ({"revisions": 1}, {}, {"revisions": [{"name": "a", "step": 1, "tensors": 3}]}):
+        (tmp_path / "wrong.json").write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=r"wrong.json: expected the rows of a sweep"):
+            cf_ops.Sweep.read(tmp_path / "wrong.json")
     with pytest.raises(ValueError, match="expected a sweep with metrics"):
         cf_ops.sweep(directories, {"other": metric}, out=out)
     with pytest.raises(ValueError, match="expected a sweep with settings {'ids': 1}, to go on with, got {}"):

@@ -181,7 +181,7 @@ def _perplexity(model: Model, ids: NDArray[Any], context: int, stride: int | Non
 
 def _memorization(model: Model, sequences: NDArray[Any], slots: int) -> dict[str, float]:
     made = memorize(model, sequences, slots=min(slots, len(sequences)))
-    return {"accuracy": float(made.accuracy.mean()), "exact": float(made.exact.mean())}
+    return {"accuracy": float(made.equal.mean()) / made.continuation, "exact": float(made.exact.mean())}
 
 
 def _ids(args: argparse.Namespace, first: str) -> NDArray[Any]:
