@@ -131,7 +131,7 @@ TEST_CASE("Every rank is given the parts of all, in the order of the ranks", "[r
   }
 }
 
-TEST_CASE("Ranks that differ are all told which one does and in which line; the group goes on", "[ranks]") {
+TEST_CASE("Ranks that differ are all told which one does and in which line, and the group goes on", "[ranks]") {
   std::array<Status, 3> differed;
   const auto ended = on_ranks(3, [&](auto group, std::int64_t r) -> Status {
     CF_TRY(group.status());

@@ -135,7 +135,7 @@ TEST_CASE("64 barriers in a block: synccheck overflows where it expects 16", "[g
   CHECK(found == 0);
 }
 
-TEST_CASE("rings hand 33 million right values over by one lane and by all; given back too early, wrong ones",
+TEST_CASE("rings hand 33 million right values over by one lane and by all, and wrong ones if given back early",
           "[gpu][handovers]") {
   CHECK(wrong_values<Release::by_one_lane>(132, 1000) == 0);
   CHECK(wrong_values<Release::by_all_lanes>(132, 1000) == 0);
