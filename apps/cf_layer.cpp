@@ -17,6 +17,7 @@
 #include "apps/cli/sweep.hpp"
 #include "apps/cli/terminal.hpp"
 #include "apps/verify/golden_walk.hpp"
+#include "core/fp8.hpp"
 #include "core/procedural.hpp"
 #include "core/resources.hpp"
 #include "cpu_ref/cpu_ref.hpp"
@@ -90,6 +91,7 @@ void take_model(const Options& o, Plan& plan, Faults& faults) {
   Result<ModelSource> source = ModelSource::open(choice_of(o));
   if (!source) return faults.add(source.status());
   const ModelConfig& m = source->config();
+  if ((o.cuda() || o.plan) && source->is_fp8()) return faults.add(no_fp8_kernels(m.name, "cuda"));
   const auto take = [&](const char* option, const std::string& text, const Range& range,
                         std::vector<std::int64_t>& values) {
     if (text.empty()) return;

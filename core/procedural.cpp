@@ -10,6 +10,8 @@
 #include <thread>
 #include <utility>
 
+#include "core/fp8.hpp"
+
 namespace cf {
 namespace {
 
@@ -110,6 +112,13 @@ struct ChecksumInOrder {
   void operator()(const TensorSpec&, const V& view, const Extents&) {
     value += checksum(view.data, std::size_t(view.bytes())) * ++place;
   }
+  void add_fp8(const ModelSpec& m, const LayerWeights& w) {
+    for_each_linear(m, w, [&](const Site&, const LinearParams& l, const LinearSize&) {
+      if (!is_fp8(l.weight)) return;
+      const auto& data = std::get<PackedWeight>(l.weight).data;
+      value += checksum(data.data, std::size_t(data.bytes())) * ++place;
+    });
+  }
   std::uint64_t value = 0, place = 0;
 };
 
@@ -206,12 +215,14 @@ Result<OwnedModelWeights> procedural_model(const ModelSpec& m, DType dense, std:
 std::uint64_t weights_checksum(const ModelSpec& m, const LayerWeights& w) {
   ChecksumInOrder sum;
   for_each_weight(m, w, sum);
+  sum.add_fp8(m, w);
   return sum.value;
 }
 
 std::uint64_t weights_checksum(const ModelSpec& m, const ModelWeights& w) {
   ChecksumInOrder sum;
   for_each_model_weight(m, w, sum);
+  for (const LayerWeights& layer : w.layers) sum.add_fp8(m, layer);
   return sum.value;
 }
 

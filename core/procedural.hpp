@@ -55,9 +55,10 @@ Result<OwnedModelWeights> procedural_model(const ModelSpec& m, DType dtype, std:
 /// The views of procedural_model()'s weights without memory: formats, dtypes and shapes, from which bytes are counted.
 ModelWeights outline_model(const ModelSpec& m, DType dtype, WeightFormat linears = {});
 
-/// The checksum of a layer's weights: the sum over for_each_weight of checksum(bytes) times (its place + 1).
+/// The checksum of a layer's weights: the sum over for_each_weight, and behind it over fp8 Linears in the order of
+/// for_each_linear, of checksum(bytes) times (its place + 1).
 std::uint64_t weights_checksum(const ModelSpec& m, const LayerWeights& w);
-/// The same of a whole model's weights, over for_each_model_weight.
+/// The same of a whole model's weights, over for_each_model_weight and the fp8 Linears of all layers.
 std::uint64_t weights_checksum(const ModelSpec& m, const ModelWeights& w);
 
 }  // namespace cf

@@ -51,8 +51,24 @@ void dequantise_rows(const GptqWeight& w, std::int64_t first, std::int64_t rows,
 template void dequantise_rows(const GptqWeight&, std::int64_t, std::int64_t, float*);
 template void dequantise_rows(const GptqWeight&, std::int64_t, std::int64_t, double*);
 
-Tensor dequantise(const GptqWeight& w, DType dtype) {
-  const std::int64_t in = w.g_idx.shape[0], out = w.scales.shape[1];
+template <class Real>
+void dequantise_rows(const Fp8Weight& w, std::int64_t first, std::int64_t rows, Real* to) {
+  const std::int64_t groups = w.groups();
+  for (std::int64_t n = first; n < first + rows; ++n)
+    for (std::int64_t g = 0; g < groups; ++g) {
+      const Real scale = w.scales[n * groups + g];
+      const std::int64_t end = std::min(w.in, (g + 1) * w.group_size);
+      for (std::int64_t k = g * w.group_size; k < end; ++k) *to++ = widen<Real>(w.codes[n * w.in + k]) * scale;
+    }
+}
+
+template void dequantise_rows(const Fp8Weight&, std::int64_t, std::int64_t, float*);
+template void dequantise_rows(const Fp8Weight&, std::int64_t, std::int64_t, double*);
+
+namespace {
+
+template <class W>
+Tensor dequantise_all(const W& w, std::int64_t out, std::int64_t in, DType dtype) {
   Tensor t(dtype, {out, in});
   if (dtype == DType::f64)
     dequantise_rows(w, 0, out, t.as<double>());
@@ -60,5 +76,12 @@ Tensor dequantise(const GptqWeight& w, DType dtype) {
     dequantise_rows(w, 0, out, t.as<float>());
   return t;
 }
+
+}  // namespace
+
+Tensor dequantise(const GptqWeight& w, DType dtype) {
+  return dequantise_all(w, w.scales.shape[1], w.g_idx.shape[0], dtype);
+}
+Tensor dequantise(const Fp8Weight& w, DType dtype) { return dequantise_all(w, w.out, w.in, dtype); }
 
 }  // namespace cf::cpu_ref

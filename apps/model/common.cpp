@@ -12,6 +12,7 @@
 #include "apps/cli/program.hpp"
 #include "apps/cli/terminal.hpp"
 #include "apps/verify/golden_walk.hpp"
+#include "core/fp8.hpp"
 #include "core/resources.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/model.hpp"
@@ -143,6 +144,7 @@ Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::in
   // Before the weights are loaded, which may take long.
   CF_TRY_ASSIGN(const checkpoint::ModelSource source, checkpoint::ModelSource::open(choice_of(o)));
   const ModelConfig& config = source.config();
+  if (o.cuda() && source.is_fp8()) return no_fp8_kernels(config.name, "cuda");
   if (o.cuda()) {
     CF_TRY_ASSIGN(DeviceTimer device, DeviceTimer::create());
     running.device = std::make_shared<DeviceTimer>(std::move(device));

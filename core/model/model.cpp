@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/contract.hpp"
+#include "core/fp8.hpp"
 
 namespace cf {
 
@@ -56,7 +57,16 @@ Status check_model_weights(const ModelSpec& m, const ModelWeights& w) {
                                                      " layers, got " + std::to_string(w.layers.size()));
   TensorCheck check("model");
   for_each_model_weight(m, w, check);
-  return check.status();
+  CF_TRY(check.status());
+  Status status;
+  for (std::size_t i = 0; i < w.layers.size(); ++i)
+    for_each_linear(m, w.layers[i], [&](const Site& site, const LinearParams& l, const LinearSize& size) {
+      if (!status || !is_fp8(l.weight)) return;
+      const std::string where = "model: '" + names_of(m).layer(std::int64_t(i)) + std::string(site.name) + ".weight'";
+      status = ops::Linear::check_linear(where, size.out, size.in, l);
+      if (status) status = check_fp8(where, std::get<PackedWeight>(l.weight));
+    });
+  return status;
 }
 
 }  // namespace cf

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/contract.hpp"
+#include "core/fp8.hpp"
 
 namespace cf {
 namespace {
@@ -166,7 +167,8 @@ Status cut_linear(const std::string& name, const LinearParams& from, const Part&
   }
   const auto* gptq = std::get_if<GptqWeight>(&from.weight);
   if (!gptq)
-    return Status::error(Code::unimplemented, std::string(kName) + ": " + name + ": a packed weight is not cut");
+    return Status::error(Code::unimplemented, std::string(kName) + ": " + name + ": " +
+                                                  (is_fp8(from.weight) ? "an fp8" : "a packed") + " weight is not cut");
   auto& cut_weight = std::get<GptqWeight>(to.weight);
   return by_rows ? cut_rows(name, *gptq, part.rows, cut, cut_weight)
                  : cut_columns(name, *gptq, part.columns, cut, cut_weight);

@@ -4,6 +4,7 @@
 #include <map>
 #include <utility>
 
+#include "core/fp8.hpp"
 #include "core/model/slot_lengths.hpp"
 
 namespace cf {
@@ -33,9 +34,11 @@ Status check_same_spec(const ModelSpec& own, const ModelSpec& other) {
   return refused("swap: expected weights of the same family, norms, activation, biases and RoPE, got others");
 }
 
-std::string describe(const WeightFormat& f) {
+std::string describe(const LinearWeight& weight) {
+  const WeightFormat f = format_of(weight);
   if (f.bits == 0) return "dense";
-  return "GPTQ of " + std::to_string(f.bits) + " bits, group " + std::to_string(f.group_size);
+  const std::string kind = is_fp8(weight) ? "fp8" : "GPTQ of " + std::to_string(f.bits) + " bits";
+  return kind + ", group " + std::to_string(f.group_size);
 }
 
 }  // namespace
@@ -80,16 +83,16 @@ Status check_swap(const ModelSpec& own_spec, const ModelWeights& own, const Mode
   CF_TRY(check_model_weights(spec, weights));
   const std::string_view prefix = "swap: '";
   for (std::size_t layer = 0; layer < own.layers.size(); ++layer) {
-    std::vector<WeightFormat> formats;
+    std::vector<std::string> formats;
     for_each_linear(spec, own.layers[layer],
-                    [&](const Site&, const LinearParams& l, auto&&...) { formats.push_back(format_of(l.weight)); });
+                    [&](const Site&, const LinearParams& l, auto&&...) { formats.push_back(describe(l.weight)); });
     std::size_t next = 0;
     Status status;
     for_each_linear(spec, weights.layers[layer], [&](const Site& site, const LinearParams& l, auto&&...) {
-      const WeightFormat expected = formats[next++], got = format_of(l.weight);
-      if (status && (expected.bits != got.bits || expected.group_size != got.group_size))
+      const std::string expected = formats[next++], got = describe(l.weight);
+      if (status && expected != got)
         status = refused(std::string(prefix) + names_of(spec).layer(std::int64_t(layer)) + std::string(site.name) +
-                         ".weight' is " + describe(got) + ", expected " + describe(expected));
+                         ".weight' is " + got + ", expected " + expected);
     });
     CF_TRY(status);
   }

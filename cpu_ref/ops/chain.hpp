@@ -2,6 +2,7 @@
 // Ops that are chains of others: their parts in turn. Private to cpu_ref.
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/ops/real.hpp"
+#include "cpu_ref/ops/weight_values.hpp"
 
 namespace cf::cpu_ref {
 
@@ -22,12 +23,8 @@ Status check_chain(const Args& a) {
   using Op = typename Args::Op;
   CF_TRY(Op::check(a));
   [[maybe_unused]] const auto d = Op::dims(a);
-  [[maybe_unused]] const auto check_groups = [](const LinearParams& linear) -> Status {
-    const auto* gptq = std::get_if<GptqWeight>(&linear.weight);
-    return gptq ? check_index(Op::name, "g_idx", gptq->g_idx, 0, gptq->scales.shape[0] - 1) : Status();
-  };
-  if constexpr (requires { a.linear; }) CF_TRY(check_groups(a.linear));
-  if constexpr (requires { a.linear2; }) CF_TRY(check_groups(a.linear2));
+  if constexpr (requires { a.linear; }) CF_TRY(check_weight_values(Op::name, a.linear.weight));
+  if constexpr (requires { a.linear2; }) CF_TRY(check_weight_values(Op::name, a.linear2.weight));
   if constexpr (requires { a.positions; }) CF_TRY(check_index(Op::name, "positions", a.positions, 0, d.table_rows - 1));
   if constexpr (requires { a.kv_len; }) CF_TRY(check_append(Op::name, a, d, d.capacity));
   return {};

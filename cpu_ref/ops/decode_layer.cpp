@@ -17,9 +17,7 @@ Status check_sites(const ops::DecodeLayer::Args& a) {
   CF_TRY(check_seen_pages(name, a.t, d.step, table_of(a.t.runs, d.step.batch, d.step.q_len), window_of(a.model, a.t)));
   Status status;
   for_each_linear(a.model, a.weights, [&](const Site& site, const LinearParams& l, const LinearSize&) {
-    const auto* gptq = std::get_if<GptqWeight>(&l.weight);
-    if (status && gptq)
-      status = check_index(name, std::string(site.name) + ".g_idx", gptq->g_idx, 0, gptq->scales.shape[0] - 1);
+    if (status) status = check_weight_values(name, l.weight, site.name);
   });
   return status;
 }

@@ -9,6 +9,7 @@
 #include "cpu_ref/ops/invariant.hpp"
 #include "cpu_ref/ops/parallel.hpp"
 #include "cpu_ref/ops/real.hpp"
+#include "cpu_ref/ops/weight_values.hpp"
 #include "cpu_ref/ops/widen.hpp"
 #include "cpu_ref/simd/kernels.hpp"
 
@@ -184,10 +185,36 @@ Status run_dots(const ops::Linear::Args& a, const GptqWeight& gptq, std::int64_t
       });
 }
 
+/// Multiplies an fp8 matrix row by row: each is dequantised once, and stays in a thread's cache for all tokens.
+Status run_dots(const ops::Linear::Args& a, const Fp8Weight& fp8, std::int64_t tokens) {
+  const auto d = ops::Linear::dims(a);
+  const Finish<float> finish(a, d.out);
+  const std::int64_t rows = d.rows_of_output;
+  const float* x = a.x.as<const float>().data;
+  float* y = a.y.as<float>().data;
+  constexpr std::int64_t block = 16;
+  return parallel_for(
+      divide_up(d.out, block), [&] { return std::vector<float>(std::size_t(rows * d.in)); },
+      [&](std::vector<float>& w, std::int64_t i) {
+        for (std::int64_t o = i * block; o < std::min((i + 1) * block, d.out); ++o) {
+          dequantise_rows(fp8, o * rows, rows, w.data());
+          for (std::int64_t token = 0; token < tokens; token += kFewTokens) {
+            const std::int64_t some = std::min(kFewTokens, tokens - token);
+            float sums[kMostRows * kFewTokens];
+            for (std::int64_t r = 0; r < rows; ++r)
+              kernels().dot_f32(w.data() + r * d.in, x + token * d.in, d.in, d.in, some, sums + r * kFewTokens);
+            for (std::int64_t t = 0; t < some; ++t)
+              y[(token + t) * d.out + o] = finish(token + t, o, sums + t, kFewTokens);
+          }
+        }
+      });
+}
+
 /// Rows of the weight in the arithmetic type, one after the other.
 template <class Real>
 void load_rows(const LinearWeight& weight, std::int64_t in, std::int64_t first, std::int64_t rows, Real* to) {
   if (const auto* gptq = std::get_if<GptqWeight>(&weight)) return dequantise_rows(*gptq, first, rows, to);
+  if (const auto* packed = std::get_if<PackedWeight>(&weight)) return dequantise_rows(fp8_of(*packed), first, rows, to);
   const ConstAnyView<2>& dense = std::get<DenseWeight>(weight).weight;
   widen_row(dense.data, dense.dtype, first * in, rows * in, to);
 }
@@ -228,21 +255,11 @@ Status run_blocks(const ops::Linear::Args& a) {
       });
 }
 
-/// Refuses a packed weight, and a g_idx that names a group which does not exist.
-Status check_weight(const ops::Linear::Args& a) {
-  if (const auto* packed = std::get_if<PackedWeight>(&a.linear.weight))
-    return Status::error(Code::unimplemented, "linear: cpu_ref takes dense or GPTQ weights, got a weight packed by " +
-                                                  std::string(packed->packer));
-  const auto* gptq = std::get_if<GptqWeight>(&a.linear.weight);
-  if (!gptq) return {};
-  return check_index(ops::Linear::name, "g_idx", gptq->g_idx, 0, gptq->scales.shape[0] - 1);
-}
-
 }  // namespace
 
 Status run(const ops::Linear::Args& a) {
   CF_TRY(ops::Linear::check(a));
-  CF_TRY(check_weight(a));
+  CF_TRY(check_weight_values(ops::Linear::name, a.linear.weight));
   return with_real(ops::Linear::name, a.x.dtype, [&](auto zero) -> Status {
     using Real = decltype(zero);
     const std::int64_t tokens = a.x.shape[0];
@@ -250,6 +267,8 @@ Status run(const ops::Linear::Args& a) {
       const auto* gptq = std::get_if<GptqWeight>(&a.linear.weight);
       if (gptq && (tokens <= kFewQuantisedTokens || Invariant::holds())) return run_dots(a, *gptq, tokens);
       if (!gptq && (tokens <= kFewTokens || Invariant::holds())) {
+        if (const auto* packed = std::get_if<PackedWeight>(&a.linear.weight))
+          return run_dots(a, fp8_of(*packed), tokens);
         const DenseWeight& dense = std::get<DenseWeight>(a.linear.weight);
         switch (dense.weight.dtype) {
           case DType::f16: return run_dots<f16>(a, dense, kernels().dot_f16, tokens);
@@ -265,7 +284,7 @@ Status run(const ops::Linear::Args& a) {
 
 Result<Condition> condition(const ops::Linear::Args& a) {
   CF_TRY(ops::Linear::check(a));
-  CF_TRY(check_weight(a));
+  CF_TRY(check_weight_values(ops::Linear::name, a.linear.weight));
   const auto d = ops::Linear::dims(a);
   // The slopes of GELU and SiLU are at most these: the functions make an error larger by this factor at most.
   constexpr double gelu_slope = 1.13, silu_slope = 1.1;

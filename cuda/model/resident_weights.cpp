@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/model/fp8.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/runtime/check.hpp"
 #include "cuda/runtime/upload.hpp"
@@ -212,6 +213,7 @@ Result<ResidentWeights> ResidentWeights::create(const Context& context, const Mo
     return bad_argument(kName, "layers [first, last) must be a range within [0, " + std::to_string(all) + "), got [" +
                                    std::to_string(layers.first) + ", " + std::to_string(layers.last) + ")");
   CF_TRY(with_activation(kName, dtype, [](auto) { return Status(); }));
+  if (has_fp8(model, like)) return no_fp8_kernels(kName, "cuda");
 
   auto state = std::make_unique<State>(context, model, dtype, layers);
   std::vector<bool> quantised;
@@ -237,6 +239,7 @@ Status ResidentWeights::load_layer(std::int64_t layer, const LayerWeights& sourc
     return bad_argument(kName, "layer must be " + std::to_string(s.range.first) + " to " +
                                    std::to_string(s.range.last - 1) + ", got " + std::to_string(layer));
   CF_TRY(check_biases(s.model, layer, source));
+  if (has_fp8(s.model, source)) return no_fp8_kernels(kName, "cuda");
   State::Layer& to = s.at(layer);
   to.loaded = false;
   s.version = next_version();

@@ -5,6 +5,7 @@
 
 #include "core/cache_view.hpp"
 #include "core/call_groups.hpp"
+#include "core/model/fp8.hpp"
 #include "core/model/ranks.hpp"
 #include "core/model/streams.hpp"
 #include "core/resources.hpp"
@@ -180,6 +181,7 @@ Result<std::unique_ptr<Model>> Model::create_rank(const Context& on, const std::
                                                   const ModelWeights& host, const Options& options) {
   const std::int64_t rank = on.peers()->rank, ranks = on.peers()->layout.ranks;
   CF_TRY(check_model_weights(whole, host));
+  CF_TRY(check_no_fp8(kModelName, "cuda", whole, host));
   if (options.in_place)
     return Status::error(Code::unimplemented, "model: in_place: a model on several GPUs copies its weights");
   if (options.impl && !has_ops(*options.impl))
@@ -195,6 +197,7 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
                                              const ModelWeights& host, const Options& options,
                                              const ResidentWeights::LayerOf& layer_of) {
   CF_TRY(check_model_weights(spec, host));
+  CF_TRY(check_no_fp8(kModelName, "cuda", spec, host));
   constexpr std::int64_t most = std::int64_t(1) << 26;
   CF_TRY(check_sizes({{"slots", options.slots, kMaxSlots}, {"chunk", options.chunk, most}}));
   CF_TRY(check_stream(spec, options.stream()));

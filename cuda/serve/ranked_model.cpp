@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/contract.hpp"
+#include "core/model/fp8.hpp"
 #include "core/model/ranks.hpp"
 #include "core/model/score.hpp"
 #include "cuda/comm/communicator.hpp"
@@ -115,6 +116,7 @@ Result<std::unique_ptr<RankedModel>> RankedModel::create(std::span<const int> de
                                                          const ModelSpec& spec, const ModelWeights& weights,
                                                          const Model::Options& options) {
   CF_TRY(check_model_weights(spec, weights));
+  CF_TRY(check_no_fp8("model", "cuda", spec, weights));
   CF_TRY(bytes(std::int64_t(devices.size()), spec, weights, options).status());
   CF_TRY_ASSIGN(std::unique_ptr<Communicator> communicator,
                 Communicator::create(devices, {.part_bytes = part_bytes(spec, weights, options)}));

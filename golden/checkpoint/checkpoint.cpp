@@ -15,6 +15,7 @@
 
 #include "core/resources.hpp"
 #include "golden/checkpoint/cast.hpp"
+#include "golden/checkpoint/fp8_reader.hpp"
 #include "golden/checkpoint/hf_config.hpp"
 #include "golden/checkpoint/join_parts.hpp"
 #include "golden/checkpoint/json.hpp"
@@ -102,31 +103,22 @@ Result<std::string> quantization_config(std::string_view config, const std::stri
   return it == json.end() || it->is_null() ? std::string() : it->dump();
 }
 
-/// The directory's GPTQ config: that of the first file which has one. A note says where a later file differs.
-Result<std::optional<GptqConfig>> read_gptq_config(const std::string& directory, const ModelConfig& m,
-                                                   std::vector<std::string>& notes) {
-  std::optional<GptqConfig> first;
-  std::string first_source;
-  const auto add = [&](std::string_view text, const std::string& source) -> Status {
-    CF_TRY_ASSIGN(GptqConfig c, parse_gptq_config(text, source, m.model_type, m.num_hidden_layers));
-    if (first && *first != c) notes.push_back(source + ": differs from " + first_source + ", which counts");
-    if (!first) {
-      first = std::move(c);
-      first_source = source;
-    }
-    return {};
-  };
-  for (const char* name : {"quantize_config.json", "quant_config.json"}) {
-    const std::string path = join(directory, name);
-    if (!is_file(path)) continue;
-    CF_TRY_ASSIGN(const MappedFile file, map_file(path));
-    CF_TRY(add(file.text(), path));
+/// How a checkpoint's Linears are quantised: in one way or in none.
+struct Quantisation {
+  std::optional<GptqConfig> gptq;
+  std::optional<Fp8Config> fp8;
+
+  bool operator==(const Quantisation&) const = default;
+};
+
+Result<Quantisation> parse_quantisation(std::string_view text, const std::string& source, const ModelConfig& m) {
+  Quantisation q;
+  if (is_fp8_config(text)) {
+    CF_TRY_ASSIGN(q.fp8, parse_fp8_config(text, source));
+  } else {
+    CF_TRY_ASSIGN(q.gptq, parse_gptq_config(text, source, m.model_type, m.num_hidden_layers));
   }
-  const std::string path = join(directory, "config.json");
-  CF_TRY_ASSIGN(const MappedFile file, map_file(path));
-  CF_TRY_ASSIGN(const std::string inner, quantization_config(file.text(), path));
-  if (!inner.empty()) CF_TRY(add(inner, path + kQuantizationConfig));
-  return first;
+  return q;
 }
 
 bool is_quantised(const GptqConfig& gptq, std::string_view module) {
@@ -140,6 +132,13 @@ void mark_quantised(const ModelSpec& m, const std::optional<GptqConfig>& gptq, L
     if (is_quantised(*gptq, stored_parts(m, site, size).parts.front().module))
       l.weight = GptqWeight{.bits = gptq->bits, .group_size = gptq->group_size == -1 ? size.in : gptq->group_size};
   });
+}
+
+/// Calls f(kind) for each tensor of an fp8 Linear, by its name below the module.
+template <class F>
+void for_each_fp8_tensor(const Fp8Config& config, F&& f) {
+  f(std::string("weight"));
+  f(config.scale_name);
 }
 
 /// An element's coordinate: "(2, 5)".
@@ -281,7 +280,8 @@ class Joins {
 /// The names of tensors in a checkpoint.
 class KnownNames {
  public:
-  KnownNames(const ModelConfig& m, const std::optional<GptqConfig>& gptq, bool in_memory)
+  KnownNames(const ModelConfig& m, const std::optional<GptqConfig>& gptq, const std::optional<Fp8Config>& fp8,
+             bool in_memory)
       : layers_(m.num_hidden_layers), names_(m.family().names) {
     const Joins joins(m.spec());
     for (std::string_view buffer : m.family().buffers) in_layer_.emplace(buffer);
@@ -292,10 +292,15 @@ class KnownNames {
     LayerWeights weights;
     mark_quantised(m.spec(), gptq, weights);
     const std::string prefix = names_.layer(0);
-    for_each_weight(m, weights, [&](const TensorSpec& t, auto&, auto) {
-      if (in_memory) in_layer_.emplace(t.name);
-      joins.for_each_stored(prefix + std::string(t.name),
-                            [&](const std::string& name) { in_layer_.insert(name.substr(prefix.size())); });
+    const auto add = [&](const std::string& name) {
+      if (in_memory) in_layer_.insert(name);
+      joins.for_each_stored(prefix + name,
+                            [&](const std::string& stored) { in_layer_.insert(stored.substr(prefix.size())); });
+    };
+    for_each_weight(m, weights, [&](const TensorSpec& t, auto&, auto) { add(std::string(t.name)); });
+    if (!fp8) return;
+    for_each_linear(m.spec(), weights, [&](const Site& site, const LinearParams&, const LinearSize&) {
+      for_each_fp8_tensor(*fp8, [&](const std::string& kind) { add(std::string(site.name) + "." + kind); });
     });
   }
   /// Whether a file may have a tensor of that name. Names without the model's base count, and other names of the head.
@@ -343,7 +348,7 @@ Result<Checkpoint> Checkpoint::open(const std::string& directory) {
     const fs::path path(directory);
     c.config_.name = (path.has_filename() ? path : path.parent_path()).filename().string();
   }
-  CF_TRY_ASSIGN(c.gptq_, read_gptq_config(directory, c.config_, c.notes_));
+  CF_TRY(c.read_quantisation());
   const auto holds = [&] {
     return is_file(join(directory, c.name_ + kSuffix)) || is_file(join(directory, c.name_ + kIndexSuffix));
   };
@@ -362,6 +367,35 @@ Status Checkpoint::take_config(std::string_view text, const std::string& source)
   config_ = std::move(read.config);
   config_dtype_ = read.dtype;
   notes_ = std::move(read.notes);
+  return {};
+}
+
+/// The first file that says how Linears are quantised counts. A note says where a later file differs.
+Status Checkpoint::read_quantisation() {
+  Quantisation first;
+  std::string first_source;
+  const auto add = [&](std::string_view text, const std::string& source) -> Status {
+    CF_TRY_ASSIGN(Quantisation q, parse_quantisation(text, source, config_));
+    if (first_source.empty()) {
+      first = std::move(q);
+      first_source = source;
+    } else if (first != q) {
+      notes_.push_back(source + ": differs from " + first_source + ", which counts");
+    }
+    return {};
+  };
+  for (const char* name : {"quantize_config.json", "quant_config.json"}) {
+    const std::string path = join(directory_, name);
+    if (!is_file(path)) continue;
+    CF_TRY_ASSIGN(const MappedFile file, map_file(path));
+    CF_TRY(add(file.text(), path));
+  }
+  const std::string path = join(directory_, "config.json");
+  CF_TRY_ASSIGN(const MappedFile file, map_file(path));
+  CF_TRY_ASSIGN(const std::string inner, quantization_config(file.text(), path));
+  if (!inner.empty()) CF_TRY(add(inner, path + kQuantizationConfig));
+  gptq_ = std::move(first.gptq);
+  fp8_ = std::move(first.fp8);
   return {};
 }
 
@@ -390,13 +424,16 @@ Result<Checkpoint> Checkpoint::from_memory(std::string_view config, std::optiona
   c.in_memory_ = true;
   CF_TRY(c.take_config(config, source + ": config"));
   CF_TRY_ASSIGN(const std::string inner, quantization_config(config, source + ": config"));
+  Quantisation q;
   if (gptq) {
-    CF_TRY_ASSIGN(c.gptq_,
-                  parse_gptq_config(*gptq, source + ": gptq", c.config_.model_type, c.config_.num_hidden_layers));
+    CF_TRY_ASSIGN(q, parse_quantisation(*gptq, source + ": gptq", c.config_));
   } else if (!inner.empty()) {
-    CF_TRY_ASSIGN(c.gptq_, parse_gptq_config(inner, source + ": config" + kQuantizationConfig, c.config_.model_type,
-                                             c.config_.num_hidden_layers));
+    CF_TRY_ASSIGN(q, parse_quantisation(inner, source + ": config" + kQuantizationConfig, c.config_));
   }
+  if (q.fp8)
+    return Status::error(Code::unimplemented,
+                         source + ": fp8 weights are read from a checkpoint's files, expected dense or GPTQ ones here");
+  c.gptq_ = std::move(q.gptq);
   c.open_files_->files.emplace(c.single_file(), File(std::make_shared<const SafetensorsFile>(SafetensorsFile::in_memory(
                                                     std::move(tensors), std::move(owner), source))));
   return c;
@@ -518,6 +555,37 @@ class Checkpoint::Loader {
       if (status) status = load(name, view, shape);
     });
     return status;
+  }
+  /// Reads the fp8 Linears of layers from the one numbered `first` on, behind load_all().
+  Status load_fp8(std::int64_t first, std::span<LayerWeights> layers) {
+    const ModelSpec spec = checkpoint_.config_.spec();
+    double bytes = 0;
+    for (const LayerWeights& layer : layers)
+      for_each_linear(spec, layer, [&](const Site&, const LinearParams& l, const LinearSize& size) {
+        if (is_fp8(l.weight)) bytes += format_of(l.weight).bytes(size.out, size.in, DType::f32);
+      });
+    if (bytes == 0) return {};
+    CF_TRY(check_free_memory(bytes, checkpoint_.directory_ + ": the fp8 weights need " + gigabytes(bytes)));
+    const FindTensor find = [&](const std::string& name) -> Result<FoundTensor> {
+      CF_TRY_ASSIGN(const Found found, checkpoint_.find(name));
+      return FoundTensor{found.entry, found.file->path()};
+    };
+    Status status;
+    for (LayerWeights& layer : layers) {
+      const std::string prefix = names_of(spec).layer(first++);
+      for_each_linear(spec, layer, [&](const Site& site, LinearParams& l, const LinearSize& size) {
+        if (!status || !is_fp8(l.weight)) return;
+        const StoredParts stored = stored_parts(spec, site, size);
+        Result<OwnedFp8> read = read_fp8(*checkpoint_.fp8_, prefix, stored, size.in, find);
+        status = read.status();
+        if (!status) return;
+        for (const StoredPart& part : stored.parts) drop(prefix + std::string(part.module) + ".weight");
+        l.weight = read->weight;
+        storage_->copies.push_back(std::move(read->storage));
+      });
+      CF_TRY(status);
+    }
+    return {};
   }
   DType dtype() const { return dtype_; }
   std::shared_ptr<const CheckpointStorage> storage() const { return storage_; }
@@ -675,6 +743,12 @@ class Checkpoint::Loader {
     return {};
   }
 
+  /// Takes a tensor's pages out of this process's memory.
+  void drop(const std::string& name) const {
+    if (const auto found = checkpoint_.look_up(name); found && *found)
+      drop_pages((*found)->entry->data, std::uint64_t((*found)->entry->bytes));
+  }
+
   struct Cast {
     std::string name, stored;
     DType to = DType::f16;
@@ -690,7 +764,45 @@ class Checkpoint::Loader {
   std::shared_ptr<CheckpointStorage> storage_ = std::make_shared<CheckpointStorage>();
 };
 
+Status Checkpoint::mark_fp8(std::int64_t layer, LayerWeights& weights) const {
+  if (!fp8_) return {};
+  const ModelSpec spec = config_.spec();
+  Status status;
+  for_each_linear(spec, weights, [&](const Site& site, LinearParams& l, const LinearSize& size) {
+    const StoredParts stored = stored_parts(spec, site, size);
+    std::string first;  // the first part's dtype
+    for (const StoredPart& part : stored.parts) {
+      if (!status) return;
+      const std::string name = names_of(spec).layer(layer) + std::string(part.module) + ".weight";
+      const auto refuse = [&](const std::string& what) {
+        status = Status::error(Code::invalid_file, directory_ + ": tensor " + quote(name) + ": " + what);
+      };
+      const Result<std::optional<Found>> found = look_up(name);
+      if (!found || !*found) return;  // load() says what is wrong
+      const std::string& dtype = (*found)->entry->stored_dtype;
+      const bool is_float8 = dtype.starts_with("F8_");
+      if (first.empty()) first = dtype;
+      if (is_float8 && dtype != kFp8Dtype)
+        refuse(std::string("expected dtype ") + kFp8Dtype + " of an fp8 weight, got " + dtype);
+      else if ((first == kFp8Dtype) != is_float8)
+        refuse("expected dtype " + (is_float8 ? first : kFp8Dtype) +
+               " as the Linears have that it is joined with, got " + dtype);
+      else if (is_float8 && stored.transposed)
+        refuse("expected a dense weight of a matrix that is stored transposed, got " + dtype);
+    }
+    if (first == kFp8Dtype)
+      l.weight = PackedWeight{.packer = kFp8Packer,
+                              .format = {.bits = 8, .group_size = fp8_group_size(*fp8_, size.in)},
+                              .out = size.out,
+                              .in = size.in,
+                              .data = {},
+                              .layout = {}};
+  });
+  return status;
+}
+
 Status Checkpoint::check_kinds(std::int64_t layer, LayerWeights& weights) const {
+  CF_TRY(mark_fp8(layer, weights));
   const ModelSpec spec = config_.spec();
   mark_quantised(spec, gptq_, weights);
   Status status;
@@ -773,6 +885,7 @@ Result<CheckpointLayer> Checkpoint::layer(std::int64_t index) const {
         f(config_.family().names.layer(index) + std::string(t.name), view, shape);
       });
     }));
+    CF_TRY(loader.load_fp8(index, std::span(&layer.weights, 1)));
     loader.add_notes(layer.notes);
     CF_TRY(check_values(index, layer.weights, layer.notes));
     layer.dtype = loader.dtype();
@@ -796,6 +909,7 @@ Result<CheckpointModel> Checkpoint::model() const {
       for_each_model_weight(config_, model.weights,
                             [&](const TensorSpec& t, auto& view, auto shape) { f(std::string(t.name), view, shape); });
     }));
+    CF_TRY(loader.load_fp8(0, layers));
     loader.add_notes(model.notes);
     for (std::size_t i = 0; i < layers.size(); ++i) CF_TRY(check_values(std::int64_t(i), layers[i], model.notes));
     tie_embeddings(config_, model.weights);
@@ -870,7 +984,7 @@ Status Checkpoint::check_finite(const CheckpointModel& model, const WeightsProgr
 }
 
 Status Checkpoint::check_names() const {
-  const KnownNames known(config_, gptq_, in_memory_);
+  const KnownNames known(config_, gptq_, fp8_, in_memory_);
   for (const std::string& name : files()) {
     CF_TRY_ASSIGN(const File shard, file(name));
     for (const TensorEntry& t : shard->tensors()) {

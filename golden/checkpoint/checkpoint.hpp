@@ -3,6 +3,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "core/procedural.hpp"
 #include "core/status.hpp"
 #include "core/tensor.hpp"
+#include "golden/checkpoint/fp8_config.hpp"
 #include "golden/checkpoint/gptq_config.hpp"
 #include "golden/checkpoint/safetensors.hpp"
 
@@ -32,7 +34,7 @@ struct CheckpointStorage {
 
   std::vector<std::shared_ptr<const SafetensorsFile>> files;  // keep the mappings alive
   std::vector<const TensorEntry*> mapped;                     // the tensors that lie in these files
-  std::vector<Tensor> copies;  // of the tensors that are misaligned in their file, joined or cast
+  std::vector<Tensor> copies;  // of the tensors that are misaligned in their file, joined, cast or fp8
 };
 
 /// One layer's weights: views into the checkpoint's mapped files, and of Linears that the checkpoint stores in several
@@ -63,20 +65,23 @@ struct CheckpointModel {
 /// A GPTQ checkpoint, as AutoGPTQ and GPTQModel write it, has quantize_config.json, quant_config.json, or
 /// quantization_config in config.json. The first of these counts; a note says where a later one differs. Its files may
 /// have the name that model_file_base_name gives.
+/// An fp8 checkpoint has the quantization_config that parse_fp8_config() reads. A Linear whose weight is F8_E4M3 is fp8,
+/// and any other is dense, whatever the config's lists say.
 class Checkpoint {
  public:
   /// Where tie_word_embeddings is true and the files hold an LM head that differs from the embedding, the head counts,
   /// as in transformers 5, with a note; config() then says that they are not tied.
   /// Refuses, naming the file: a directory that is missing or holds no safetensors file (where it holds .bin files, the
-  /// message says how to convert them); a git-lfs pointer; an index that names an absent shard; what parse_hf_config
-  /// and parse_gptq_config refuse.
+  /// message says how to convert them); a git-lfs pointer; an index that names an absent shard; what parse_hf_config,
+  /// parse_gptq_config and parse_fp8_config refuse.
   static Result<Checkpoint> open(const std::string& directory);
 
   /// The same from a config.json's text, a quantize_config.json's text or none, and tensors that lie in memory, which
   /// `owner` keeps. Their dtypes are spelled as in safetensors files. Messages name `source`. Without the second text,
   /// quantization_config in the first counts. A tensor of a Linear that files store in several modules may be whole,
   /// with the Linear's name (FamilySpec::names), (out, in), and its rows in the order of stored_parts(): it is read
-  /// where it lies. So is one that files store transposed. Refuses what parse_hf_config and parse_gptq_config refuse.
+  /// where it lies. So is one that files store transposed. Refuses what parse_hf_config and parse_gptq_config refuse,
+  /// and fp8 weights (Code::unimplemented).
   static Result<Checkpoint> from_memory(std::string_view config, std::optional<std::string_view> gptq,
                                         std::vector<TensorEntry> tensors, std::shared_ptr<const void> owner,
                                         const std::string& source);
@@ -89,6 +94,7 @@ class Checkpoint {
   bool in_memory() const { return in_memory_; }
   const ModelConfig& config() const { return config_; }  // its name is the directory's where config.json has none
   const std::optional<GptqConfig>& gptq() const { return gptq_; }
+  const std::optional<Fp8Config>& fp8() const { return fp8_; }
 
   /// Layer `index`'s weights. Refuses an index beyond the model; a shard that is truncated or a git-lfs pointer; a
   /// tensor that is missing, of a wrong shape, or of a dtype other than F16, BF16, F32 and F64; tensors in memory that
@@ -101,6 +107,8 @@ class Checkpoint {
   /// first weight's) are cast to it, as Hugging Face does, with a note: in memory of their own, rounded to nearest
   /// even; a value that leaves the dtype's range is refused. Scales are cast to float16. Without desc_act a missing
   /// g_idx is input / group_size.
+  /// fp8 Linears are read into memory of their own. Refuses what is joined of fp8 and dense modules; fp8 weights that are
+  /// stored transposed; codes and scales of another shape or dtype, and a code that is NaN.
   ///
   /// The buffers in old checkpoints (attention.bias, attention.masked_bias, attention.rotary_emb.inv_freq) are not
   /// read. With sym all zeros are the middle code, so qzeros that all hold the middle code mean format v2, and qzeros
@@ -145,6 +153,7 @@ class Checkpoint {
 
   Checkpoint();
   Status take_config(std::string_view text, const std::string& source);
+  Status read_quantisation();
   std::string single_file() const;
   std::string index_file() const;
   /// The names under which files may hold a tensor, the library's first: files of a base model lack its prefix.
@@ -159,9 +168,11 @@ class Checkpoint {
   bool has_whole(const std::string& name) const;
   /// The file of that name, mapped at the first call.
   Result<File> file(const std::string& name) const;
-  /// Checks that each Linear of a layer is dense or quantised as the config says, and has sizes that fit. Reads no
-  /// tensor.
+  /// Marks the Linears of a layer that are quantised. Checks that each is dense or quantised as the config says, and has
+  /// sizes that fit. Reads no tensor.
   Status check_kinds(std::int64_t layer, LayerWeights& weights) const;
+  /// Marks the fp8 Linears of a layer, whose weights are of kFp8Packer and have no data yet.
+  Status mark_fp8(std::int64_t layer, LayerWeights& weights) const;
   /// Checks the values of each quantised Linear, and tells its format from its zeros.
   Status check_values(std::int64_t layer, LayerWeights& weights, std::vector<std::string>& notes) const;
   template <class V>
@@ -174,7 +185,8 @@ class Checkpoint {
   std::string name_ = "model";  // of the safetensors files, before their suffix
   ModelConfig config_;
   std::optional<DType> config_dtype_;  // where config.json names one
-  std::optional<GptqConfig> gptq_;
+  std::optional<GptqConfig> gptq_;     // at most one of the two
+  std::optional<Fp8Config> fp8_;
   std::vector<std::string> notes_;
   bool sharded_ = false;
   bool in_memory_ = false;

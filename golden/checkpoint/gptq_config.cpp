@@ -92,7 +92,7 @@ Result<GptqConfig> parse_gptq_config(std::string_view text, const std::string& s
     fields.refuse(name, "is " + got + ", expected " + expected);
   };
   const auto method = fields.get_any({"quant_method", "method"}, std::string("gptq"));
-  if (method != "gptq") refuse("quant_method", quote(method), "'gptq'");
+  if (method != "gptq") refuse("quant_method", quote(method), "'gptq', 'fp8', 'fbgemm_fp8' or 'compressed-tensors'");
   GptqConfig c;
   const auto bits = fields.required<std::int64_t>("bits");
   if (bits != 4 && bits != 8) refuse("bits", std::to_string(bits), "4 or 8");

@@ -37,6 +37,10 @@ std::vector<std::string> LoadedModel::changes() const {
 void LoadedModel::drop_values() {
   const ModelSpec spec = config.spec();
   for_each_model_weight(spec, weights, [](const TensorSpec&, auto& view, const auto&) { view.data = nullptr; });
+  for (LayerWeights& layer : weights.layers)
+    for_each_linear(spec, layer, [&](const Site&, LinearParams& l, const LinearSize&) {
+      if (auto* packed = std::get_if<PackedWeight>(&l.weight)) packed->data.data = nullptr;
+    });
   tie_embeddings(spec, weights);
   owner.reset();
   checkpoint.reset();
@@ -59,7 +63,7 @@ Result<ModelSource> ModelSource::open(const ModelChoice& choice) {
 }
 
 std::string ModelSource::description() const {
-  const std::string format = describe(linears_);
+  const std::string format = is_fp8() ? describe_fp8(*checkpoint_->fp8()) : describe(linears_);
   if (checkpoint_) return "checkpoint " + checkpoint_->directory() + (format.empty() ? "" : ", " + format);
   return "procedural " + (format.empty() ? "weights" : format) + ", seed " + std::to_string(seed_);
 }

@@ -57,8 +57,9 @@ class ModelSource {
   explicit ModelSource(Checkpoint checkpoint);
 
   const ModelConfig& config() const { return config_; }
-  /// The format of the Linears, or of the quantised ones among them.
+  /// The format of the Linears, or of the quantised ones among them. That of an fp8 checkpoint is a dense one's.
   const WeightFormat& linears() const { return linears_; }
+  bool is_fp8() const { return checkpoint_ && checkpoint_->fp8(); }
   bool is_checkpoint() const { return checkpoint_.has_value(); }
   /// The weights in words: "checkpoint DIR, GPTQ of 4 bits, group 128", or "procedural weights, seed 0".
   std::string description() const;
@@ -71,7 +72,7 @@ class ModelSource {
   Result<LoadedLayer> layer(std::int64_t index) const;
 
   /// The whole model without its values. Of a preset: formats, dtypes and shapes, and null pointers. A checkpoint is
-  /// mapped, and no weight is read that need not be joined or cast. Refuses what Checkpoint::model() refuses, as
+  /// mapped, and no weight is read that need not be joined or cast and is not fp8. Refuses what Checkpoint::model() refuses, as
   /// layer() does.
   Result<LoadedModel> outline() const;
   /// Makes load()'s result of outline()'s. `progress` is told of each tensor that is made, or whose

@@ -12,6 +12,7 @@
 #include <map>
 #include <utility>
 
+#include "core/fp8.hpp"
 #include "core/model/model.hpp"
 #include "core/model/runner.hpp"
 #include "core/procedural.hpp"
@@ -74,6 +75,7 @@ Weights open(const std::string& directory, bool for_gpu, const nb::object& progr
   return take_told([&]() -> Result<Weights> {
     const WithoutGil without_gil;
     CF_TRY_ASSIGN(const checkpoint::ModelSource source, checkpoint::ModelSource::open({.directory = directory}));
+    if (for_gpu && source.is_fp8()) return no_fp8_kernels(source.config().name, "cuda");
     return load(source, Place::host, !for_gpu, std::ref(tell));
   }());
 }
@@ -205,10 +207,12 @@ void bind_weights(nb::module_& m) {
           "open", &open, "directory"_a, nb::kw_only(), "for_gpu"_a = false, "progress"_a = nb::none(),
           nb::sig("def open(directory: str, *, for_gpu: bool = False, "
                   "progress: collections.abc.Callable[[int, int], object] | None = None) -> Weights"),
-          "Maps a checkpoint directory, dense or GPTQ, and looks at all values. `progress` is told the bytes that were "
+          "Maps a checkpoint directory, dense, GPTQ or fp8, and looks at all values. `progress` is told the bytes that "
+          "were "
           "looked at and those of all weights, after each tensor. Raises FileNotFoundError for a directory that is "
           "missing "
-          "or holds no checkpoint, ValueError for one that is damaged or has a weight that is not finite, and, but for "
+          "or holds no checkpoint, ValueError for one that is damaged or has a weight that is not finite, "
+          "NotImplementedError for fp8 weights for a GPU, and, but for "
           "a GPU, MemoryError for one that is larger than this machine's memory.")
       .def_static("preset", &preset, "name"_a, "dtype"_a = "float16", "seed"_a = 0, "progress"_a = nb::none(),
                   nb::sig("def preset(name: str, dtype: str = 'float16', seed: int = 0, "

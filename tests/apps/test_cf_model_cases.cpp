@@ -42,6 +42,8 @@ TEST_CASE("cf-model eval: checkpoints as users have met them score as Hugging Fa
   const std::vector<Case> table{
       {"base-model-names", 6.144497, ""},
       {"config-dtype-text", 6.679856, ""},
+      {"fp8-block", 27.214913, ""},
+      {"fp8-channel", 6.666298, ""},
       {"gptq-dynamic-head", 6.390460, ""},
       {"gptq-file-name", 6.390460, ""},
       {"gptq-without-g-idx", 6.390460, ""},
@@ -75,10 +77,21 @@ TEST_CASE("cf-model generate reads eos_token_id alone of generation_config.json"
   CHECK(r.out == "1,9,13,24,5,19\n");
 }
 
+TEST_CASE("cf-model: fp8 weights are told of, run on the CPU, and refused for a GPU", "[cf_model]") {
+  const std::string model = "--model '" + cases + "fp8-block' ";
+  const std::string info = cf_model_ok("info " + model).out;
+  CHECK(info.find("fp8-block, fp8 (e4m3), a scale for a block of 128 x 128") != std::string::npos);
+  CHECK(cf_model_ok("info --model '" + cases + "fp8-channel'").out.find("fp8 (e4m3), a scale a channel") !=
+        std::string::npos);
+  CHECK(cf_model_ok("generate --model '" + cases + "fp8-channel' --prompt-ids 5,7,11 --max-new-tokens 6 --stop none")
+            .out == "28,21,21,21,21,21\n");  // Hugging Face's, on the dequantised weights
+  check_cf_model_refusal("info " + model + "--plan --gpu h100",
+                         "cuda has no kernels for fp8 weights, expected dense or GPTQ ones");
+}
+
 TEST_CASE("cf-model: a sequence grows beyond the window", "[cf_model]") {
   const std::string model = "--model '" + cases + "window-beyond-the-text' ";
-  CHECK(cf_model_ok("info " + model).out.find("64 keys that a token sees") !=
-        std::string::npos);
+  CHECK(cf_model_ok("info " + model).out.find("64 keys that a token sees") != std::string::npos);
   for (std::size_t count : {60, 65})
     CHECK(cf_model_ok("generate " + model + "--stop none --max-new-tokens 6 --prompt-ids " + list_of(some_ids(count)))
               .exit_code == 0);

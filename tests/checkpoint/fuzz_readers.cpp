@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/model/config.hpp"
+#include "golden/checkpoint/fp8_config.hpp"
 #include "golden/checkpoint/gptq_config.hpp"
 #include "golden/checkpoint/hf_config.hpp"
 #include "golden/checkpoint/safetensors.hpp"
@@ -118,6 +119,25 @@ TEST_CASE("fuzz: mutated GPTQ configs") {
     const auto c = parse_gptq_config(text, "f");
     accepted += bool(c);
     const std::string fault = c ? gptq_config_fault(*c) : message_fault(c.status(), "f");
+    if (!fault.empty()) FAIL("mutation " << i << " of the seed: " << fault << "\n" << text);
+  }
+  CHECK(accepted > 500);
+}
+
+TEST_CASE("fuzz: mutated fp8 configs") {
+  const std::vector<std::string> seeds{
+      R"({"quant_method":"fp8","fmt":"e4m3","activation_scheme":"dynamic","weight_block_size":[128,128]})",
+      R"({"quant_method":"fbgemm_fp8","activation_scale_ub":1200.0})",
+      R"({"quant_method":"compressed-tensors","format":"float-quantized","kv_cache_scheme":null,"config_groups":)"
+      R"({"g":{"weights":{"type":"float","num_bits":8,"strategy":"block","block_structure":[128,128]},)"
+      R"("input_activations":{"type":"float","num_bits":8,"dynamic":true}}}})"};
+  Mutator mutator(19);
+  int accepted = 0;
+  for (int i = 0; i < 15000; ++i) {
+    const std::string text = mutator.mutate(seeds[mutator.below(seeds.size())]);
+    const auto c = parse_fp8_config(text, "f");
+    accepted += bool(c);
+    const std::string fault = c ? fp8_config_fault(*c, text) : message_fault(c.status(), "f");
     if (!fault.empty()) FAIL("mutation " << i << " of the seed: " << fault << "\n" << text);
   }
   CHECK(accepted > 500);

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <string_view>
 
+#include "golden/checkpoint/fp8_config.hpp"
 #include "golden/checkpoint/generation_config.hpp"
 #include "golden/checkpoint/gptq_config.hpp"
 #include "golden/checkpoint/hf_config.hpp"
@@ -22,6 +23,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (data[0] < 128) {
     const auto entries = checkpoint::parse_safetensors_header(text, buffer, data[0] & 127, "f");
     fault = entries ? header_fault(*entries, buffer, data[0] & 127) : message_fault(entries.status(), "f");
+  } else if (data[0] < 144) {
+    const auto c = checkpoint::parse_fp8_config(text, "f");
+    fault = c ? fp8_config_fault(*c, text) : message_fault(c.status(), "f");
   } else if (data[0] < 160) {
     const auto c = checkpoint::parse_gptq_config(text, "f");
     fault = c ? gptq_config_fault(*c) : message_fault(c.status(), "f");

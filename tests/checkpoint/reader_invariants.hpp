@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "golden/checkpoint/fp8_config.hpp"
 #include "golden/checkpoint/generation_config.hpp"
 #include "golden/checkpoint/gptq_config.hpp"
 #include "golden/checkpoint/hf_config.hpp"
@@ -50,6 +51,13 @@ inline std::string gptq_config_fault(const checkpoint::GptqConfig& c) {
   if (c.bits != 4 && c.bits != 8) return "has " + std::to_string(c.bits) + " bits";
   if (c.group_size != -1 && c.group_size < 1) return "has group_size " + std::to_string(c.group_size);
   return "";
+}
+
+/// An fp8 config that is accepted is known for one, and its scales have a tensor that goes with them.
+inline std::string fp8_config_fault(const checkpoint::Fp8Config& c, std::string_view text) {
+  if (!checkpoint::is_fp8_config(text)) return "is not known for an fp8 config";
+  if (c.scale_name == "weight_scale") return "";
+  return c.scale_name == "weight_scale_inv" && c.scales == checkpoint::Fp8Scales::block ? "" : "has other scales";
 }
 
 /// The text of a vocabulary's ids is UTF-8, and ids from size() on stand for nothing.

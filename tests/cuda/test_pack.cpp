@@ -214,7 +214,8 @@ TEST_CASE("pack: ops refuse a packed weight of another size, packer or block", "
     CHECK(refusal_fault(cpu_ref::run(q.args()), code, {message}) == "");
     CHECK(q.bytes() == before);
   };
-  refused(Code::unimplemented, "linear: cpu_ref takes dense or GPTQ weights, got a weight packed by cf::cuda::pack()");
+  refused(Code::unimplemented,
+          "linear: cpu_ref takes dense, GPTQ or fp8 weights, got a weight packed by cf::cuda::pack()");
   w.out = 32;
   refused(Code::invalid_argument, "linear: the packed weight is (32, 64), expected (16, 64)");
   w.out = 16;

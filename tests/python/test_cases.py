@@ -10,6 +10,8 @@ import cf_ops
 CASES = pathlib.Path(__file__).resolve().parents[1] / "checkpoint" / "cases"
 NLL = {  # what expected.py beside the cases prints
     "base-model-names": 6.144497,
+    "fp8-block": 27.214913,
+    "fp8-channel": 6.666298,
     "gptq-file-name": 6.390460,
     "mixed-dtypes": 6.681919,
     "tied-beside-another-head": 6.224552,
@@ -23,6 +25,11 @@ def test_a_case_scores_as_hugging_faces_model_does(name: str) -> None:
     assert model.perplexity(np.load(CASES / "ids.npy").reshape(-1)).nll == pytest.approx(NLL[name], abs=6e-7, rel=0)
     noted = {"mixed-dtypes": "is F32, cast to bfloat16", "tied-beside-another-head": "the head counts"}
     assert len(model.notes) == (name in noted) and noted.get(name, "") in "".join(model.notes)
+
+
+def test_fp8_weights_generate_as_hugging_faces_model_does() -> None:
+    model = cf_ops.load(CASES / "fp8-channel")
+    assert list(model.generate([5, 7, 11], max_new_tokens=6)) == [28, 21, 21, 21, 21, 21]
 
 
 def test_a_generation_config_of_a_server_is_no_reason_to_refuse() -> None:

@@ -15,6 +15,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER.parents[2] / "golden" / "tools"))
+
+import quantize_fp8
 
 
 def dequantised(tensors, config):
@@ -36,8 +39,11 @@ def dequantised(tensors, config):
 def load(case):
     config = json.loads((case / "config.json").read_text())
     tensors = load_file(next(case.glob("*.safetensors")))
-    if "quantization_config" in config:
-        tensors = dequantised(tensors, config.pop("quantization_config"))
+    quantised = config.pop("quantization_config", {})
+    if quantised.get("quant_method") == "gptq":
+        tensors = dequantised(tensors, quantised)
+    elif quantised:
+        tensors = quantize_fp8.dequantise(tensors)
     dtype = config.pop("torch_dtype", config.pop("dtype", None)).removeprefix("torch.")  # which transformers 5 refuses
     with tempfile.TemporaryDirectory() as directory:
         save_file(tensors, Path(directory) / "model.safetensors", metadata={"format": "pt"})
