@@ -241,6 +241,14 @@ std::vector<std::vector<Model::Piece>> Model::passes_of(std::span<const StepPart
   return passes;
 }
 
+std::int64_t Model::exact_run_tokens() const {
+  if (options_.activation != DType::f32 || options_.group) return 0;
+  if (!options_.invariant && slots() > kFewTokens) return 0;
+  const std::int64_t most = options_.invariant ? capacity() : kFewTokens;
+  // A stream's cache lets it go back by as much as a chunk.
+  return options_.stream() ? std::min(most, options_.chunk) : most;
+}
+
 Status Model::pass(std::span<const Piece> pieces, bool norm_alone, const Visit& visit) {
   const ModelShape& s = spec_.shape;
   std::vector<RowRun> table;

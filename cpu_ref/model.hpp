@@ -8,6 +8,7 @@
 
 #include "core/contract.hpp"
 #include "core/model/decoder.hpp"
+#include "core/model/draft.hpp"
 #include "core/model/model.hpp"
 #include "core/model/slot_lengths.hpp"
 #include "core/model/slot_pages.hpp"
@@ -25,7 +26,7 @@ struct ModelBytes {
 /// for all of them. The same calls give the same bits on any number of threads.
 /// In a group of processes what fails in one ends the calls of all, and no visitor may watch (Code::unimplemented):
 /// each process has a part of what a site makes.
-class Model final : public ModelRunner {
+class Model final : public ModelRunner, public ExactRuns {
  public:
   struct Options {
     std::int64_t slots = 1;
@@ -90,6 +91,9 @@ class Model final : public ModelRunner {
   /// With `invariant` as many tokens as go through the model at once; else whole prompts, as a row's bits depend on
   /// how its prompt is divided.
   std::int64_t preferred_step_tokens() const override { return options_.invariant ? most_tokens() : 0; }
+  /// With `invariant` the capacity, and else 8, whose products are then those of a step of up to 8 slots; of streams a
+  /// chunk at most. None of float64, of a group, and without `invariant` beside more slots.
+  std::int64_t exact_run_tokens() const override;
   /// The new weights are read where they lie, and `owner` keeps their memory; those before are given back. In a group
   /// all processes swap, or none.
   Status swap_weights(const ModelSpec& model, const ModelWeights& weights, std::shared_ptr<const void> owner) override;

@@ -8,6 +8,7 @@
 #include "apps/model/common.hpp"
 #include "apps/model/sweep_metrics.hpp"
 #include "apps/model/sweep_rows.hpp"
+#include "core/model/draft.hpp"
 #include "core/sampling.hpp"
 
 namespace cf::apps {
@@ -21,11 +22,11 @@ class Generate {
  private:
   ModelOptions model_;
   Sampling sampling_;
-  std::string prompt_, prompt_ids_, stop_, json_;
+  std::string prompt_, prompt_ids_, stop_, draft_, json_;
   std::vector<std::vector<std::int32_t>> prompts_;
   std::vector<std::int32_t> stop_ids_;
   std::optional<std::int64_t> slots_, capacity_;
-  std::int64_t max_new_tokens_ = 32, top_k_ = 0;
+  std::int64_t max_new_tokens_ = 32, top_k_ = 0, draft_len_ = kMostDraft;
   bool print_ids_ = false, check_ = false, processes_ = false;
 };
 

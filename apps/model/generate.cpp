@@ -32,6 +32,7 @@ struct Job {
   std::vector<std::int32_t> ids{};
   Finish finish = Finish::running;
   std::string fault{};
+  DraftCounts drafts{};
   checkpoint::Utf8Stream text{};
 };
 
@@ -116,6 +117,13 @@ Generate::Generate(CommandLine& line) {
   line.excludes("--check", "--window");
   line.excludes("--check", "--processes");
   declare_serving(line, model_);
+  line.group("Drafts");
+  line.choice(
+      "--draft", draft_, {"lookup"},
+      "What drafts ids that a step verifies together: lookup goes on as the text did behind its last ids' latest "
+      "occurrence. The ids are the same as without; on a GPU with --invariant, on the CPU up to 8 slots or with it");
+  line.integer("--draft-len", draft_len_, {1, kMostDraft}, "Ids of a draft, at most; 7 when left out");
+  line.needs("--draft-len", "--draft");
   declare_sampling(line, sampling_, top_k_);
   line.number("--repetition-penalty", sampling_.repetition_penalty,
               "Divide or multiply the logits of ids that were seen");
@@ -190,13 +198,19 @@ int Generate::run(const std::string& command) {
     jobs.erase(sequence);
     job.finish = *decoder.finish(sequence);
     job.fault = decoder.status(sequence).message();
+    job.drafts = *decoder.drafts(sequence);
     output.end(job);
     done.push_back(std::move(job));
     return decoder.drop(sequence);
   };
   for (std::size_t i = 0; i < prompts_.size(); ++i) {
-    const Result<Decoder::Sequence> added = decoder.add(
-        prompts_[i], {.sampling = sampling_, .id = i, .stop = stop_ids_, .max_new_tokens = max_new_tokens_});
+    SequenceOptions options{.sampling = sampling_,
+                            .id = i,
+                            .stop = stop_ids_,
+                            .max_new_tokens = max_new_tokens_,
+                            .draft_tokens = draft_len_};
+    if (!draft_.empty()) options.draft = lookup_drafter();
+    const Result<Decoder::Sequence> added = decoder.add(prompts_[i], std::move(options));
     if (!added) return fail(fmt::format("prompt {}: {}", i, added.status().message()));
     jobs.emplace(*added, Job{.prompt = i});
   }
@@ -242,6 +256,16 @@ int Generate::run(const std::string& command) {
       tokens, total_s, 1e3 * first_s, later > 0 ? fmt::format(", then {:.2f} ms a token", 1e3 * later_s / later) : "",
       double(tokens) / total_s);
   if (!is_silent) std::fputs(summary.c_str(), stderr);
+  if (!draft_.empty() && !is_silent) {
+    DraftCounts all;
+    for (const Job& job : done) {
+      all.steps += job.drafts.steps;
+      all.drafted += job.drafts.drafted;
+      all.accepted += job.drafts.accepted;
+    }
+    std::fputs(fmt::format("drafts: {} ids in {} steps, {} accepted\n", all.drafted, all.steps, all.accepted).c_str(),
+               stderr);
+  }
   std::sort(done.begin(), done.end(), [](const Job& a, const Job& b) { return a.prompt < b.prompt; });
   bool failed = false;
   for (const Job& job : done) {
@@ -273,6 +297,8 @@ int Generate::run(const std::string& command) {
                 {"finish", finish_name(job)},
                 {"first_token_s", job.first_s},
                 {"total_s", job.last_s}};
+      if (!draft_.empty())
+        j["drafts"] = {{"steps", job.drafts.steps}, {"drafted", job.drafts.drafted}, {"accepted", job.drafts.accepted}};
       if (const auto text = output.text(job)) j["text"] = *text;
       if (!job.fault.empty()) j["fault"] = job.fault;
       sequences.push_back(std::move(j));
@@ -282,6 +308,7 @@ int Generate::run(const std::string& command) {
     add_machine(report, model_, *running, runner.activation());
     if (model_.processes) report["processes"] = model_.processes->ranks();
     report["sampling"] = to_string(sampling_);
+    if (!draft_.empty()) report["draft"] = {{"by", draft_}, {"most_ids", draft_len_}};
     report["slots"] = slots;
     report["capacity"] = capacity;
     report["load_s"] = load_s;

@@ -36,12 +36,21 @@ void penalise(std::span<float> row, const LogitsChanges& changes, const ChoiceRe
       row[id] = float(row[id] - changes.frequency_penalty * double(counts[id]) - changes.presence_penalty);
 }
 
-/// The host's choice among the changed logits.
-Result<std::int32_t> choose_on_host(const Tensor& logits, const ChoiceRequest& request) {
-  const LogitsChanges& changes = *request.changes;
+bool has_changes(const ChoiceRequest& r) { return r.changes && !r.changes->none(); }
+bool is_by_host(const ChoiceRequest& r) { return has_changes(r) || r.logits; }
+
+/// The host's choice among the logits, changed as the request says.
+Result<std::int32_t> choose_on_host(const ConstAnyView<1>& logits, const ChoiceRequest& request) {
   const ModelRunner::Draw& draw = request.draw;
+  // Unchanged doubles are the oracle's, which compares them as they are.
+  if (!has_changes(request) && logits.dtype == DType::f64)
+    return sample(std::span(static_cast<const double*>(logits.data), std::size_t(logits.size())), draw.sampling,
+                  draw.history, draw.sequence, draw.position);
   std::vector<float> row(std::size_t(logits.size()));
-  convert(logits.data(), logits.dtype(), row.data(), DType::f32, logits.size());
+  convert(logits.data, logits.dtype, row.data(), DType::f32, logits.size());
+  if (!has_changes(request))
+    return sample(std::span<const float>(row), draw.sampling, draw.history, draw.sequence, draw.position);
+  const LogitsChanges& changes = *request.changes;
   for (const LogitBias& b : changes.logit_bias) row[std::size_t(b.id)] += b.bias;
   penalise(row, changes, request);
   if (std::int64_t(draw.history.size() - request.prompt_size) < changes.min_new_tokens)
@@ -79,15 +88,14 @@ Status LogitsChanges::validate(std::int64_t vocab_size) const {
 }
 
 std::vector<Choice> choose_ids(ModelRunner& runner, std::span<const ChoiceRequest> requests) {
-  const auto changes = [](const ChoiceRequest& r) { return r.changes && !r.changes->none(); };
-  const bool by_host = std::any_of(requests.begin(), requests.end(), changes);
+  const bool by_host = std::any_of(requests.begin(), requests.end(), is_by_host);
   // Logits are read before the runner chooses, which may begin the next step.
-  std::vector<std::optional<Result<Tensor>>> logits(requests.size());
+  std::vector<std::optional<Result<Tensor>>> own(requests.size());
   std::vector<ModelRunner::Draw> draws;
   for (std::size_t i = 0; i < requests.size(); ++i) {
     const ChoiceRequest& r = requests[i];
-    if (changes(r) || r.logprobs) logits[i].emplace(runner.logits(r.draw.slot));
-    if (changes(r)) continue;
+    if (!r.logits && (has_changes(r) || r.logprobs)) own[i].emplace(runner.logits(r.draw.slot));
+    if (is_by_host(r)) continue;
     draws.push_back(r.draw);
     // The next step also has tokens that the host chooses: a runner need not begin one of the others alone.
     if (by_host) draws.back().left = 0;
@@ -98,13 +106,17 @@ std::vector<Choice> choose_ids(ModelRunner& runner, std::span<const ChoiceReques
   auto next = chosen.begin();
   for (std::size_t i = 0; i < requests.size(); ++i) {
     const ChoiceRequest& r = requests[i];
-    Result<std::int32_t> id =
-        changes(r) ? (*logits[i] ? choose_on_host(**logits[i], r) : logits[i]->status()) : std::move(*next++);
-    if (id && logits[i] && !*logits[i]) id = logits[i]->status();
+    ConstAnyView<1> row;
+    if (r.logits)
+      row = *r.logits;
+    else if (own[i] && *own[i])
+      row = {(*own[i])->data(), {(*own[i])->size()}, (*own[i])->dtype()};
+    const Status read = own[i] ? own[i]->status() : Status();
+    Result<std::int32_t> id = !is_by_host(r) ? std::move(*next++) : read ? choose_on_host(row, r) : read;
+    if (id && !read) id = read;
     Choice& choice = choices.emplace_back(Choice{.id = std::move(id)});
     if (!choice.id || !r.logprobs) continue;
-    const Tensor& row = **logits[i];
-    RowScore score = score_row({row.data(), {row.size()}, row.dtype()}, std::span(&*choice.id, 1), *r.logprobs);
+    RowScore score = score_row(row, std::span(&*choice.id, 1), *r.logprobs);
     if (score.status)
       choice.logprobs = {score.next[0].log_prob, std::move(score.top)};
     else

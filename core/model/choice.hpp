@@ -60,13 +60,16 @@ struct ChoiceRequest {
   std::size_t prompt_size = 0;  // of draw.history; the rest is the output
   const LogitsChanges* changes = nullptr;
   std::optional<std::int64_t> logprobs{};  // how many alternatives; no log-probabilities where it is empty
+  /// The logits (vocab) on the host, in a runner's dtype, to choose among in place of the slot's own.
+  std::optional<ConstAnyView<1>> logits{};
 };
 struct Choice {
   Result<std::int32_t> id;
   TokenLogprobs logprobs{};  // where they were asked for and an id was chosen
 };
 
-/// Chooses an id for each request: the runner, or the host where the logits change.
+/// Chooses an id for each request: the runner, or the host where the logits change or lie there. Equal logits give both
+/// the same id.
 std::vector<Choice> choose_ids(ModelRunner& runner, std::span<const ChoiceRequest> requests);
 
 }  // namespace cf

@@ -1,8 +1,11 @@
 #include "core/model/decoder.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <deque>
+#include <limits>
 #include <map>
+#include <numeric>
 #include <utility>
 
 #include "core/model/slot_lengths.hpp"
@@ -24,6 +27,10 @@ struct Entry {
   std::int64_t slot = -1;                 // the lease's; -1 while the sequence waits, and once it has ended
   std::int64_t read = 0;                  // tokens that have entries in the slot
   bool runs = false;                      // whether an id was chosen behind all that was read
+  std::vector<std::int32_t> draft{};      // of the next step
+  bool no_draft = false;                  // whether the next step has none in any case
+  Tensor last_logits{};                   // of the last id, where a draft was verified; else the slot has them
+  DraftCounts counts{};
   Finish finish = Finish::running;
   Status status{};
 
@@ -39,12 +46,30 @@ std::int64_t common_prefix(const Entry& a, const Entry& b) {
          a.tokens.begin();
 }
 
+/// Rows [first, first + count) of a matrix, and one of them.
+ConstAnyView<2> rows_of(const Tensor& matrix, std::int64_t first, std::int64_t count) {
+  ConstAnyView<2> rows = matrix.view<2>();
+  rows.data = static_cast<const std::byte*>(rows.data) + first * rows.shape[1] * std::int64_t(size_bytes(rows.dtype));
+  rows.shape[0] = count;
+  return rows;
+}
+ConstAnyView<1> row_of(const ConstAnyView<2>& matrix, std::int64_t row) {
+  const std::int64_t bytes = matrix.shape[1] * std::int64_t(size_bytes(matrix.dtype));
+  return {static_cast<const std::byte*>(matrix.data) + row * bytes, {matrix.shape[1]}, matrix.dtype};
+}
+
 /// A step: its runs with their ids, and whose they are.
 struct Plan {
   std::vector<Run> runs{};
   std::vector<std::int32_t> ids{};
   std::vector<Decoder::Sequence> sequences{};
-  bool leaves_prompts = false;  // to the step behind this one
+  std::vector<std::int64_t> rows{};  // by run: of logits for the host, which a run with a draft has one of a token
+  bool leaves_prompts = false;       // to the step behind this one
+
+  /// Whether a run has a draft.
+  bool verifies() const {
+    return std::any_of(rows.begin(), rows.end(), [](std::int64_t n) { return n > 0; });
+  }
 };
 
 }  // namespace
@@ -68,9 +93,11 @@ struct Decoder::State {
   std::int64_t pass_tokens;  // of whole prompts that are read together
   bool whole_alone;          // whether prompts are read whole where no sequence runs
   bool share_prefixes;
+  std::int64_t exact_tokens;  // that a run has at most which verifies a draft; below 2: none can
   std::map<Sequence, Entry> entries{};
   std::deque<Sequence> waiting{};  // the oldest first; all are younger than those in slots
   std::vector<bool> taken;         // by slot
+  Tensor rows{};                   // of logits, for the runs with drafts
   bool lacked_room = false;        // whether the prompt that came next in the last step that read prompts had no room
   Sequence next = 0;
 
@@ -83,6 +110,7 @@ struct Decoder::State {
         pass_tokens(runner.pass_tokens()),
         whole_alone(!options.step_tokens && pass_tokens > 0),
         share_prefixes(options.share_prefixes),
+        exact_tokens(exact_run_tokens(runner)),
         taken(std::size_t(lease->slots())) {}
 
   Result<const Entry*> find(Sequence sequence) const {
@@ -104,6 +132,13 @@ struct Decoder::State {
     if (e.options.logprobs && (*e.options.logprobs < 0 || *e.options.logprobs > vocab_size))
       return refused("logprobs: expected 0 to " + std::to_string(vocab_size) + " alternatives, got " +
                      std::to_string(*e.options.logprobs));
+    if (e.options.draft_tokens < 1 || e.options.draft_tokens > kMostDraft)
+      return refused("draft_tokens: expected 1 to " + std::to_string(kMostDraft) + ", got " +
+                     std::to_string(e.options.draft_tokens));
+    if (e.options.draft && exact_tokens < 2)
+      return refused(
+          "draft: expected a model that gives a token the same bits in a step of any size, on one device with "
+          "`invariant` or on the CPU in float32 with up to 8 slots, got one that does not");
     e.prompt_size = e.tokens.size();
     entries.emplace(next, std::move(e));
     waiting.push_back(next);
@@ -120,6 +155,8 @@ struct Decoder::State {
     e.slot = -1;
     e.read = 0;
     e.runs = false;
+    e.draft = {};
+    e.last_logits = {};
   }
 
   void end(Entry& e, Finish finish, Status status = {}) {
@@ -138,40 +175,77 @@ struct Decoder::State {
     }
   }
 
+  /// What is asked for a sequence's next id; `left` as in ModelRunner::Draw.
+  ChoiceRequest request_of(const Entry& e, std::int64_t left) const {
+    return {.draw = {.slot = (*lease)[e.slot],
+                     .sampling = e.options.sampling,
+                     .sequence = e.options.id,
+                     .position = e.size(),
+                     .history = e.tokens,
+                     .left = left,
+                     .stop = e.options.stop},
+            .prompt_size = e.prompt_size,
+            .changes = &e.options.changes,
+            .logprobs = e.options.logprobs};
+  }
+
+  /// Gives a sequence its next id, and ends it where that is its last, or where there is none.
+  void take(Sequence sequence, Entry& e, Choice choice, std::vector<Emitted>& emitted) {
+    const Result<std::int32_t>& id = choice.id;
+    if (!id)
+      return end(e, Finish::failed,
+                 Status::error(id.status().code(), "decoder: " + name_of(sequence) + ": " + id.status().message()));
+    e.tokens.push_back(*id);
+    if (e.options.logprobs) e.logprobs.push_back(std::move(choice.logprobs));
+    emitted.push_back({sequence, *id});
+    if (std::find(e.options.stop.begin(), e.options.stop.end(), *id) != e.options.stop.end())
+      end(e, Finish::stop);
+    else if (e.emitted() >= e.options.max_new_tokens)
+      end(e, Finish::length);
+  }
+
   /// Chooses an id for each of the sequences, whose slots have logits, and ends those whose last id it is. The next step
   /// is theirs alone, or not.
   void choose(ModelRunner& runner, std::span<const Sequence> chosen, bool alone, std::vector<Emitted>& emitted) {
     std::vector<ChoiceRequest> requests;
     for (Sequence s : chosen) {
-      const Entry& e = entries.at(s);
-      requests.push_back({.draw = {.slot = (*lease)[e.slot],
-                                   .sampling = e.options.sampling,
-                                   .sequence = e.options.id,
-                                   .position = e.size(),
-                                   .history = e.tokens,
-                                   .left = alone ? e.options.max_new_tokens - e.emitted() - 1 : 0,
-                                   .stop = e.options.stop},
-                          .prompt_size = e.prompt_size,
-                          .changes = &e.options.changes,
-                          .logprobs = e.options.logprobs});
+      Entry& e = entries.at(s);
+      e.last_logits = {};
+      // Where there was a draft the next step may have one: the runner need not begin one of the id alone.
+      const bool may_run_ahead = alone && e.draft.empty();
+      requests.push_back(request_of(e, may_run_ahead ? e.options.max_new_tokens - e.emitted() - 1 : 0));
     }
     std::vector<Choice> choices = choose_ids(runner, requests);
-    for (std::size_t i = 0; i < chosen.size(); ++i) {
-      Entry& e = entries.at(chosen[i]);
-      const Result<std::int32_t>& id = choices[i].id;
-      if (!id) {
-        end(e, Finish::failed,
-            Status::error(id.status().code(), "decoder: " + name_of(chosen[i]) + ": " + id.status().message()));
-        continue;
+    for (std::size_t i = 0; i < chosen.size(); ++i)
+      take(chosen[i], entries.at(chosen[i]), std::move(choices[i]), emitted);
+  }
+
+  /// Chooses the ids of a sequence whose draft has its rows of logits, (ids and one, vocab): up to the first that is not
+  /// the draft's.
+  void verify(ModelRunner& runner, Sequence sequence, ConstAnyView<2> logits, std::vector<Emitted>& emitted) {
+    Entry& e = entries.at(sequence);
+    const std::vector<std::int32_t> draft = std::exchange(e.draft, {});
+    ++e.counts.steps;
+    e.counts.drafted += std::int64_t(draft.size());
+    for (std::size_t i = 0; i <= draft.size(); ++i) {
+      ChoiceRequest request = request_of(e, 0);
+      const auto row = row_of(logits, std::int64_t(i));
+      request.logits = row;
+      Choice choice = std::move(choose_ids(runner, std::span(&request, 1)).front());
+      if (!choice.id && e.options.changes.none()) {
+        e.no_draft = true;  // the runner, which makes the same logits again, knows more of why
+        break;
       }
-      e.tokens.push_back(*id);
-      if (e.options.logprobs) e.logprobs.push_back(std::move(choices[i].logprobs));
-      emitted.push_back({chosen[i], *id});
-      if (std::find(e.options.stop.begin(), e.options.stop.end(), *id) != e.options.stop.end())
-        end(e, Finish::stop);
-      else if (e.emitted() >= e.options.max_new_tokens)
-        end(e, Finish::length);
+      const bool accepted = choice.id && i < draft.size() && *choice.id == draft[i];
+      if (accepted) ++e.counts.accepted;
+      take(sequence, e, std::move(choice), emitted);
+      if (e.finish != Finish::running) return;
+      if (accepted) continue;
+      e.last_logits = Tensor(row.dtype, {row.size()});
+      std::memcpy(e.last_logits.data(), row.data, std::size_t(row.bytes()));
+      break;
     }
+    e.read = e.size() - 1;  // what lies behind it is replaced
   }
 
   /// The sequences that have an id behind what was read of them.
@@ -216,14 +290,54 @@ struct Decoder::State {
     const auto first = e.tokens.begin() + e.read;
     plan.ids.insert(plan.ids.end(), first, first + count);
     plan.sequences.push_back(sequence);
+    plan.rows.push_back(0);
+  }
+
+  /// Asks for the drafts of running sequences. A draft leaves room for the id that is chosen behind it. Pieces of prompts
+  /// come first: a step that has some has no drafts.
+  void make_drafts(std::vector<Sequence>& running, bool with_prompts) {
+    std::int64_t room =
+        step_tokens == 0 ? std::numeric_limits<std::int64_t>::max() : step_tokens - std::int64_t(running.size());
+    if (with_prompts && !lacked_room && waits_to_be_read()) room = 0;
+    std::erase_if(running, [&](Sequence s) {
+      Entry& e = entries.at(s);
+      e.draft.clear();
+      if (!e.options.draft || std::exchange(e.no_draft, false)) return false;
+      const std::int64_t most = std::min({e.options.draft_tokens, exact_tokens - 1, limit.most - e.size(),
+                                          e.options.max_new_tokens - e.emitted() - 1, room});
+      if (most < 1) return false;
+      Result<std::vector<std::int32_t>> made = e.options.draft(e.tokens, most);
+      Status status = made.status();
+      if (status) status = check_ids("draft", "ids", *made, model.shape.vocab_size);
+      if (!status) {
+        end(e, Finish::failed, Status::error(status.code(), "decoder: " + name_of(s) + ": " + status.message()));
+        return true;
+      }
+      e.draft = std::move(*made);
+      e.draft.resize(std::min(e.draft.size(), std::size_t(most)));
+      room -= std::int64_t(e.draft.size());
+      return false;
+    });
+  }
+
+  /// Adds the drafts of the sequences to a step that continues them.
+  void append_drafts(Plan& plan) const {
+    std::vector<std::int32_t> ids;
+    for (std::size_t i = 0; i < plan.runs.size(); ++i) {
+      const std::vector<std::int32_t>& draft = entries.at(plan.sequences[i]).draft;
+      ids.push_back(plan.ids[i]);
+      ids.insert(ids.end(), draft.begin(), draft.end());
+      plan.runs[i].count += std::int64_t(draft.size());
+      plan.rows[i] = draft.empty() ? 0 : plan.runs[i].count;
+    }
+    plan.ids = std::move(ids);
   }
 
   /// Adds prompts to a step, the oldest first: pieces up to step_tokens in all, or whole prompts up to pass_tokens, and
   /// the first one in any case. One is begun, and gone on with, where there is room for all that is left of it.
   Status append_prompts(ModelRunner& runner, Plan& plan) {
     const bool are_whole = step_tokens == 0 || (whole_alone && plan.runs.empty());
-    const std::int64_t most =
-        are_whole ? pass_tokens : std::max<std::int64_t>(1, step_tokens - std::int64_t(plan.runs.size()));
+    const std::int64_t most = are_whole ? pass_tokens : std::max<std::int64_t>(1, step_tokens - tokens_of(plan.runs));
     lacked_room = false;
     for (std::int64_t tokens = 0; const auto& [sequence, e] : entries) {
       if (!e.is_read_now() || !share(runner, sequence)) continue;
@@ -265,23 +379,40 @@ struct Decoder::State {
     return false;
   }
 
-  /// The next step, of these sequences and of prompts. The youngest sequences give up their slots until there is room
-  /// for it. It is empty where nothing is to be done, or prompts have no room before others end.
+  /// The next step, of these sequences with their drafts and of prompts. Where there is no room for it, it has no drafts;
+  /// then the youngest sequences give up their slots. It is empty where nothing is to be done, or prompts have no room
+  /// before others end.
   Result<Plan> plan(ModelRunner& runner, std::vector<Sequence> continued, bool with_prompts) {
-    for (;;) {
+    const auto has_draft = [&](Sequence s) { return !entries.at(s).draft.empty(); };
+    for (bool with_drafts = std::any_of(continued.begin(), continued.end(), has_draft);;) {
       Plan plan;
       for (Sequence s : continued) append(plan, s, 1);
+      // A step that the device is at work on is not thrown away for drafts or prompts, which have the next one.
+      const bool reads = with_prompts && !lacked_room && waits_to_be_read();
+      const bool is_ahead = (with_drafts || reads) && runner.runs_ahead(plan.runs, plan.ids);
+      plan.leaves_prompts = reads && is_ahead;
+      if (with_drafts && !is_ahead) append_drafts(plan);
       Status status = plan.runs.empty() ? Status() : runner.check_room(plan.runs);
-      // A step that the device is at work on is not thrown away for prompts, which have the next one.
-      plan.leaves_prompts =
-          with_prompts && !lacked_room && waits_to_be_read() && runner.runs_ahead(plan.runs, plan.ids);
       if (status && with_prompts && !plan.leaves_prompts) status = append_prompts(runner, plan);
       // Whoever has begun to share a page made its owner need a copy.
       if (status && with_prompts && !plan.runs.empty()) status = runner.check_room(plan.runs);
       if (status) return plan;
+      if (status.code() == Code::out_of_memory && plan.verifies()) {
+        with_drafts = false;
+        continue;
+      }
       if (status.code() != Code::out_of_memory || !give_up_youngest(status)) return status;
       std::erase_if(continued, [&](Sequence s) { return !entries.at(s).runs; });
     }
+  }
+
+  /// What the runs of a step make for the host.
+  StepLogits logits_of(std::span<const std::int64_t> rows_of_runs) {
+    const std::int64_t n = std::accumulate(rows_of_runs.begin(), rows_of_runs.end(), std::int64_t(0));
+    if (!rows || rows.shape()[0] < n) rows = Tensor(activation, {n, model.shape.vocab_size});
+    AnyView<2> to = rows.view<2>();
+    to.shape[0] = n;
+    return {.rows = rows_of_runs, .to = to};
   }
 
   /// One step; false where there was nothing to do.
@@ -297,13 +428,21 @@ struct Decoder::State {
       else
         continued.push_back(s);
     }
+    make_drafts(continued, with_prompts);
     CF_TRY_ASSIGN(ModelRunner* const runner, lease->runner());
     CF_TRY_ASSIGN(const Plan next, plan(*runner, std::move(continued), with_prompts));
     if (next.runs.empty()) return false;
-    CF_TRY(runner->run(next.runs, next.ids, {}));
+    const bool verifies = next.verifies();
+    CF_TRY(runner->run(next.runs, next.ids, verifies ? logits_of(next.rows) : StepLogits{}));
     bool reads = next.leaves_prompts;
     std::vector<Sequence> chosen;
+    std::int64_t row = 0;
     for (std::size_t i = 0; i < next.runs.size(); ++i) {
+      if (const std::int64_t n = next.rows[i]; n > 0) {
+        verify(*runner, next.sequences[i], rows_of(rows, row, n), emitted);
+        row += n;
+        continue;
+      }
       Entry& e = entries.at(next.sequences[i]);
       reads |= !e.runs;
       e.read += next.runs[i].count;
@@ -312,8 +451,8 @@ struct Decoder::State {
       e.status = {};
       chosen.push_back(next.sequences[i]);
     }
-    // Where prompts are being read, the next step has more of them.
-    choose(*runner, chosen, !(reads && step_tokens > 0 && waits_to_be_read()), emitted);
+    // Where prompts are being read, the next step has more of them; where drafts are verified, others run beside these.
+    choose(*runner, chosen, !verifies && !(reads && step_tokens > 0 && waits_to_be_read()), emitted);
     return true;
   }
 
@@ -431,6 +570,11 @@ Result<std::vector<TokenLogprobs>> Decoder::logprobs(Sequence sequence, std::int
   return std::vector<TokenLogprobs>(e->logprobs.begin() + first, e->logprobs.end());
 }
 
+Result<DraftCounts> Decoder::drafts(Sequence sequence) const {
+  CF_TRY_ASSIGN(const Entry* const e, state_->find(sequence));
+  return e->counts;
+}
+
 Result<Finish> Decoder::finish(Sequence sequence) const {
   CF_TRY_ASSIGN(const Entry* const e, state_->find(sequence));
   return e->finish;
@@ -445,7 +589,7 @@ Result<Tensor> Decoder::logits(Sequence sequence) {
   CF_TRY_ASSIGN(const Entry* const e, state_->find(sequence));
   if (!e->runs) return refused(name_of(sequence) + " has no logits: expected a running sequence whose prompt was read");
   CF_TRY_ASSIGN(ModelRunner* const runner, state_->lease->runner());
-  return runner->logits((*state_->lease)[e->slot]);
+  return e->last_logits ? e->last_logits.clone() : runner->logits((*state_->lease)[e->slot]);
 }
 
 const ModelSpec& Decoder::model() const { return state_->model; }

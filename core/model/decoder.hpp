@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/model/choice.hpp"
+#include "core/model/draft.hpp"
 #include "core/model/runner.hpp"
 #include "core/model/slot_lease.hpp"
 #include "core/sampling.hpp"
@@ -28,6 +29,10 @@ struct SequenceOptions {
   LogitsChanges changes{};
   /// How many alternatives each id has in logprobs(), which has none where this is empty.
   std::optional<std::int64_t> logprobs{};
+  /// What makes drafts, at most one a step, of 1 to draft_tokens ids; lookup_drafter() is one. With or without drafts
+  /// the sequence is given the same ids, log-probabilities and Finish, but more than one of the ids in a step.
+  Drafter draft{};
+  std::int64_t draft_tokens = kMostDraft;
 };
 
 /// Why a sequence has ended.
@@ -73,8 +78,8 @@ class Decoder {
   /// Takes a sequence, which waits where no slot is free or others wait; the next prefill() or decode() with a slot for
   /// it reads its prompt. Refuses a prompt that is empty, longer than entry_limit() allows or holds an id outside the
   /// vocabulary; sampling parameters that Sampling::validate() refuses; changes that LogitsChanges::validate() refuses;
-  /// stop ids outside the vocabulary; max_new_tokens below 1 or changes.min_new_tokens; and logprobs outside 0 to the
-  /// vocabulary's size.
+  /// stop ids outside the vocabulary; max_new_tokens below 1 or changes.min_new_tokens; logprobs outside 0 to the
+  /// vocabulary's size; draft_tokens outside 1 to kMostDraft; and drafts where the runner has no exact_run_tokens().
   Result<Sequence> add(std::span<const std::int32_t> prompt, SequenceOptions options = {});
   /// Takes a sequence whose prompt is the first `tokens` tokens of another one, of its prompt and its ids; by default
   /// its prompt. It is given what add() of these tokens would be given. Where the cache has pages it shares those of a
@@ -84,7 +89,11 @@ class Decoder {
   /// Reads the prompts of all sequences that have a slot and were not read yet, and returns each one's first id.
   Result<std::vector<Emitted>> prefill();
   /// `steps` steps, or fewer where all sequences end before: a step gives each running sequence one id, and each whose
-  /// prompt it has read to the end its first. An error is the device's, or Code::out_of_memory where others hold the
+  /// prompt it has read to the end its first. A step that verifies a draft gives the sequence the ids up to the first
+  /// that is not the draft's, each chosen as if it came by itself: at its own position, among the logits behind the ids
+  /// before it, with the random number of that position. So a drawn id that a draft has with probability p is accepted
+  /// with probability p, and another one comes from the rest of the distribution: the rejection of speculative sampling
+  /// (Leviathan et al. 2023, arXiv:2211.17192) for a draft without a distribution of its own. An error is the device's, or Code::out_of_memory where others hold the
   /// pages that the oldest sequence needs; what was emitted before is in ids(). A sequence that would need more entries
   /// than entry_limit() allows, or whose logits are NaN, ends with Finish::failed and a status(); the others go on.
   Result<std::vector<Emitted>> decode(std::int64_t steps = 1);
@@ -102,6 +111,8 @@ class Decoder {
   Result<std::vector<std::int32_t>> ids(Sequence sequence) const;
   /// The log-probabilities of its ids behind the prompt from ids()[first] on; none where it does not ask for them.
   Result<std::vector<TokenLogprobs>> logprobs(Sequence sequence, std::int64_t first = 0) const;
+  /// What became of its drafts.
+  Result<DraftCounts> drafts(Sequence sequence) const;
   Result<Finish> finish(Sequence sequence) const;
   Status status(Sequence sequence) const;
   /// The logits (vocab) that a running sequence's last id was chosen from.

@@ -48,8 +48,6 @@ class Finish {
   const Real* residual_ = nullptr;
 };
 
-/// Beyond this many tokens a dense product is bound by arithmetic, where Eigen's blocking pays.
-constexpr std::int64_t kFewTokens = 8;
 /// The same of a GPTQ product. To dequantise its rows for Eigen costs more than to read its words again for each
 /// kFewTokens tokens: a prompt of 128 ids takes Pythia-2.8B 4.3 s from words and 6.2 s through Eigen, one of 256 ids
 /// 8.8 and 10.7 s (two cores of an EPYC 9004). Each further id costs the same in both ways.

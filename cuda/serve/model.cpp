@@ -269,6 +269,11 @@ const ModelSpec& Model::model() const { return state_->spec; }
 std::int64_t Model::slots() const { return state_->options.slots; }
 std::int64_t Model::capacity() const { return state_->options.capacity; }
 std::int64_t Model::pass_tokens() const { return state_->most_tokens(); }
+std::int64_t Model::exact_run_tokens() const {
+  const Options& o = state_->options;
+  return o.invariant && !o.stream() ? o.capacity : 0;
+}
+
 std::int64_t Model::preferred_step_tokens() const {
   // Running sequences wait for such a step for some 5 ms with 2.8 B weights on an H100. Products have tiles of 128 rows.
   constexpr std::int64_t tile = 128;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/model/decoder.hpp"
+#include "core/model/draft.hpp"
 #include "core/model/model.hpp"
 #include "cuda/model/executor.hpp"
 #include "cuda/runtime/context.hpp"
@@ -25,7 +26,7 @@ struct ModelBytes {
 /// in one pass are products of as many rows: their bits depend on the class of that number (cuda/step/classes.hpp), those
 /// of the head on the class of the number of rows of logits that the pass makes. With `invariant` results depend neither
 /// on the number of slots nor on what is read in one pass.
-class Model final : public ModelRunner {
+class Model final : public ModelRunner, public ExactRuns {
  public:
   struct Options {
     std::int64_t slots = 1;
@@ -79,6 +80,8 @@ class Model final : public ModelRunner {
   /// A token of each slot and 128 to 255 of prompts, a multiple of 128 in all, as far as a pass has room for them. A lone
   /// slot's prompts are read whole.
   std::int64_t preferred_step_tokens() const override;
+  /// With `invariant` the capacity. None without it, nor of streams.
+  std::int64_t exact_run_tokens() const override;
   bool runs_ahead(std::span<const Run> runs, std::span<const std::int32_t> ids) const override;
   Impl impl() const;
   /// What create() took.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import dataclasses
 import math
 import threading
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from cf_ops.model import Model
 
 MOST_INT = 2**31 - 1
+MOST_DRAFT = 7
 _MOST_SEED = 2**64 - 1
 _MOST_BIAS = float(np.finfo(np.float32).max)
 
@@ -29,6 +32,7 @@ Piece = TypeVar("Piece", str, int)
 Ids = Sequence[int] | NDArray[Any]  # and tensors of torch
 Prompt = str | Ids
 LogitsProcessor = Callable[[NDArray[np.float32], NDArray[np.int32]], Any]
+Drafter = Callable[[NDArray[np.int32], int], Ids]
 
 
 @dataclasses.dataclass
@@ -44,6 +48,9 @@ class Generated:
     those of the likeliest ids, by id, the likeliest first; else None. Probabilities are the softmax of the logits that
     the model made, before penalties, biases, temperature and cut-offs, in float64.
 
+    drafted, accepted: where drafts were asked for, how many of their ids were verified, and how many of these the sequence
+    was given; else None.
+
     prompt_logprobs, prompt_top_logprobs: where `echo` was asked for beside them, the same of each of `prompt`, given the
     ids before it; the first one has no prediction, None. They are those of :meth:`Model.score`.
     """
@@ -57,6 +64,8 @@ class Generated:
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
+    drafted: int | None = None
+    accepted: int | None = None
 
 
 class GenerationInterrupted(KeyboardInterrupt):
@@ -86,6 +95,8 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     logprobs: int | None
     echo: bool
+    draft: str | Drafter | None
+    draft_len: int
 
 
 @dataclasses.dataclass
@@ -108,6 +119,8 @@ class Settings:
     ignore_eos: bool = False
     logprobs: int | None = None
     echo: bool = False
+    draft: str | Drafter | None = None
+    draft_len: int = MOST_DRAFT
     stop_ids: list[int] | None = dataclasses.field(init=False, default=None)  # None: the checkpoint's
     stop_texts: list[str] = dataclasses.field(init=False, default_factory=list)
 
@@ -125,6 +138,7 @@ class Settings:
             ("min_new_tokens", 0, MOST_INT),
             ("top_k", 0, MOST_INT),
             ("seed", 0, _MOST_SEED),
+            ("draft_len", 1, MOST_DRAFT),
         ):
             setattr(self, name, integer(name, getattr(self, name), least, most))
         if self.min_new_tokens > self.max_new_tokens:
@@ -140,6 +154,11 @@ class Settings:
         if self.logits_processor is not None and not callable(self.logits_processor):
             raise TypeError(
                 f"logits_processor: expected a function of the logits and the ids, got {kind_of(self.logits_processor)}"
+            )
+        if self.draft is not None and self.draft != "lookup" and not callable(self.draft):
+            got = repr(self.draft) if isinstance(self.draft, str) else kind_of(self.draft)
+            raise (ValueError if isinstance(self.draft, str) else TypeError)(
+                f"draft: expected 'lookup' or a function of the ids and how many follow, got {got}"
             )
         self.logit_bias = self._biases()
         self._part_stop()
@@ -208,6 +227,9 @@ class Session:
         self._prompt_ids = [model.encode(prompt, name) for prompt, name in zip(prompts, names)]
         sequences = range(len(prompts) * samples)
         self.results = [Generated(list(self._prompt_ids[index // samples])) for index in sequences]
+        if settings.draft is not None:
+            for result in self.results:
+                result.drafted = result.accepted = 0
         if settings.logprobs is not None:
             for result in self.results:
                 result.logprobs, result.top_logprobs = [], []
@@ -266,7 +288,8 @@ class Session:
         return not self._index_of
 
     def step(self) -> list[Made]:
-        """Gives each running sequence one id; returns what was made. The results of those that ended have a `finish`.
+        """Gives each running sequence one id, or several where it has drafts; returns what was made. The results of
+        those that ended have a `finish`.
 
         Where an exception comes, KeyboardInterrupt among them, all sequences end and what was made is in `results`.
         """
@@ -324,6 +347,8 @@ class Session:
                 max_new_tokens=s.max_new_tokens,
                 min_new_tokens=s.min_new_tokens,
                 logprobs=s.logprobs,
+                draft=_draft_of(s),
+                draft_len=s.draft_len,
                 same_prompt=same_prompt,
             )
         except ValueError as error:
@@ -331,16 +356,20 @@ class Session:
 
     def _collect(self, emitted: list[tuple[int, int]]) -> list[Made]:
         made: list[Made] = []
-        for sequence, id in emitted:
-            index = self._index_of[sequence]
+        last = {sequence: place for place, (sequence, _) in enumerate(emitted)}
+        for place, (sequence, id) in enumerate(emitted):
+            index = self._index_of.get(sequence)
+            if index is None:
+                continue  # a text of `stop` has ended the sequence before this id of a draft
             self.results[index].ids.append(id)
             self._take_logprobs(sequence)
             stream = self._streams[index]
             piece = "" if stream is None else stream.put(id)
             stopped = stream is not None and stream.stopped
-            finish = "stop" if stopped else self._decoder.finish(sequence)
+            # A sequence ends with its last id.
+            finish = "stop" if stopped else self._decoder.finish(sequence) if last[sequence] == place else "running"
             if finish != "running":
-                piece += "" if stream is None else stream.finish()
+                piece += "" if stream is None or finish == "failed" else stream.finish()
                 self._drop(sequence, finish)
             made.append(Made(index, id, piece))
         # A sequence that fails makes no id.
@@ -351,11 +380,12 @@ class Session:
         return made
 
     def _take_logprobs(self, sequence: int) -> None:
-        """Takes the log-probabilities that a sequence's result lacks."""
+        """Takes the log-probabilities that a sequence's result lacks, one for each of its ids."""
         result = self.results[self._index_of[sequence]]
         if result.logprobs is None or result.top_logprobs is None:
             return
-        for logprob, top in self._decoder.logprobs(sequence, len(result.logprobs)):
+        first = len(result.logprobs)
+        for logprob, top in self._decoder.logprobs(sequence, first)[: len(result.ids) - first]:
             result.logprobs.append(logprob)
             result.top_logprobs.append(dict(top))
 
@@ -363,12 +393,18 @@ class Session:
         """Ends a sequence."""
         result = self.results[self._index_of.pop(sequence)]
         result.finish, result.error = finish, self._decoder.status(sequence)
+        self._take_draft_counts(result, sequence)
         self._decoder.drop(sequence)
+
+    def _take_draft_counts(self, result: Generated, sequence: int) -> None:
+        if self.settings.draft is not None:
+            _, result.drafted, result.accepted = self._decoder.drafts(sequence)
 
     def _end(self, finish: str, error: str | None) -> None:
         for sequence, index in self._index_of.items():
             self.results[index].ids = self._decoder.ids(sequence)
             self._take_logprobs(sequence)
+            self._take_draft_counts(self.results[index], sequence)
             self._decoder.drop(sequence)
         self._index_of.clear()
         self._decoder.close()
@@ -392,20 +428,35 @@ def _held_weakly(settings: Settings) -> LogitsProcessor | None:
     return process
 
 
+def _draft_of(settings: Settings) -> str | Drafter | None:
+    """What a decoder may hold of the drafts, as _held_weakly() says it."""
+    if settings.draft is None or isinstance(settings.draft, str):
+        return settings.draft
+    held = weakref.ref(settings)
+
+    def make(ids: NDArray[np.int32], most: int) -> Ids:
+        settings = held()
+        assert settings is not None and callable(settings.draft)  # held by the session whose step this is
+        return settings.draft(ids, most)
+
+    return make
+
+
 class Generation(Iterator[Piece]):
     """The continuation of one prompt, an iterator over its pieces: text in whole characters, or ids.
 
-    Each step makes one id. `result` has what was made so far, at any time and after Ctrl-C. Threads that take pieces of
-    one generation take turns: each piece goes to one of them. Raises CfError where the sequence fails, such as by logits
-    that are NaN. As a context manager it ends the sequence with the block.
+    Each step makes one id, or with drafts several, which come one by one. `result` has what was made so far, at any time
+    and after Ctrl-C. Threads that take pieces of one generation take turns: each piece goes to one of them. Raises CfError
+    where the sequence fails, such as by logits that are NaN. As a context manager it ends the sequence with the block.
     """
 
     def __init__(self, session: Session, is_text: bool) -> None:
         self._session = session
         self._is_text = is_text
-        self._echo: list[Any] = []  # the pieces of the prompt that were not given out yet
+        self._pieces: collections.deque[Any] = collections.deque()  # those that were not given out yet
+        self._error: str | None = None  # what is raised behind them
         if session.settings.echo:
-            self._echo = list(session.prompts) if is_text else list(session.results[0].prompt)
+            self._pieces.extend(session.prompts if is_text else session.results[0].prompt)
 
     @property
     def result(self) -> Generated:
@@ -441,19 +492,20 @@ class Generation(Iterator[Piece]):
         self.close()
 
     def __next__(self) -> Any:
-        if self._echo:
-            return self._echo.pop(0)
         result = self._session.results[0]
-        while not self._session.done:
+        while True:
+            with contextlib.suppress(IndexError):  # another thread may have taken the last one
+                return self._pieces.popleft()
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise _core.CfError(error)
+            if self._session.done:
+                raise StopIteration
             made = self._session.step()
+            pieces: list[Any] = [one.piece for one in made if one.piece] if self._is_text else [one.id for one in made]
+            self._pieces.extend(pieces)
             if result.finish == "failed":
-                raise _core.CfError(result.error)
-            for _, id, piece in made:
-                if not self._is_text:
-                    return id
-                if piece:
-                    return piece
-        raise StopIteration
+                self._error = result.error
 
     def __repr__(self) -> str:
         return f"cf_ops.Generation({len(self.ids)} new ids, finish={self.finish!r})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import html
 import logging
 import os
@@ -246,7 +247,7 @@ class Model:
     def generate(self, prompt: Ids, **options: Unpack[Options]) -> Generation[int]: ...
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation[str] | Generation[int]:
-        """Continues a prompt; returns an iterator that makes an id a step.
+        """Continues a prompt; returns an iterator over what it makes, an id a step.
 
         A text is encoded by the checkpoint's tokenizer with the special tokens that it adds, and pieces of text come
         back, whole characters without special tokens. For ids, ids come back; they may be a list, or an array or a
@@ -280,6 +281,14 @@ class Model:
         logprobs (None): a number k makes `logprobs` of :class:`Generated`, and `top_logprobs` of the k likeliest ids, 0
         or more; reading the logits of each step costs time. echo (False): the prompt comes back first; beside logprobs
         its ids have theirs too, in `prompt_logprobs`.
+
+        draft (None): what drafts ids that may follow, which a step verifies together, so that a text that repeats itself
+        takes fewer steps. "lookup" goes on as the text did behind the latest occurrence of its last three or two ids
+        (prompt lookup); a function of the ids so far, int32, and of how many are asked for returns that many ids, fewer
+        or none. draft_len (7): how many ids of a draft a step takes, 1 to 7. The ids, drawn ones too, are bit for bit
+        those that come without drafts; :class:`Generated` counts how many were `drafted` and `accepted`. Needs a model
+        whose bits do not depend on a step's size: on a GPU one with `invariant` (on one GPU, without a window), on the CPU
+        one in float32 with up to 8 slots, or with `invariant`.
 
         Raises ValueError for a prompt that is empty or outside the vocabulary and for settings without meaning,
         TypeError for other types and options, MemoryError where the cache does not fit, and what :attr:`tokenizer`
@@ -339,9 +348,9 @@ class Model:
             with Progress(f"continuing {len(given)} prompts", shown) as bar:
                 done, most = 0, settings.max_new_tokens
                 while not session.done:
-                    for made in session.step():
-                        result = session.results[made.place]
-                        done += 1 if result.finish == "running" else 1 + most - len(result.ids)
+                    for place, count in collections.Counter(made.place for made in session.step()).items():
+                        result = session.results[place]
+                        done += count if result.finish == "running" else count + most - len(result.ids)
                     bar.set(done, len(session.results) * most)
         except KeyboardInterrupt:
             session.interrupt()  # where it came between two steps

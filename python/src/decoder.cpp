@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <tuple>
 #include <utility>
 
 #include "python/src/arrays.hpp"
@@ -60,20 +61,25 @@ void call_processor(const nb::object& function, std::span<float> logits, std::sp
 }
 
 /// A Python function that a decoder calls without the GIL. A call takes the GIL, and so does the end of the last copy.
-LogitsChanges::Processor processor_of(nb::handle function) {
-  if (function.is_none()) return {};
-  const std::shared_ptr<nb::object> held(new nb::object(nb::borrow(function)), [](nb::object* object) {
-    if (interpreter_ends()) return;
-    const nb::gil_scoped_acquire acquire;
-    delete object;
-  });
-  return [held](std::span<float> logits, std::span<const std::int32_t> ids) -> Status {
-    const Status failed = Status::error(Code::io_error, "logits_processor: an exception");
+class Held {
+ public:
+  /// `name` is what messages call it.
+  Held(std::string name, nb::handle function)
+      : name_(std::move(name)), function_(new nb::object(nb::borrow(function)), [](nb::object* object) {
+          if (interpreter_ends()) return;
+          const nb::gil_scoped_acquire acquire;
+          delete object;
+        }) {}
+
+  /// call(function) with the GIL. What it raises is Python's current exception afterwards.
+  template <class F>
+  Status operator()(F&& call) const {
+    const Status failed = Status::error(Code::io_error, name_ + ": an exception");
     if (interpreter_ends()) return failed;
     const nb::gil_scoped_acquire acquire;
-    if (PyErr_Occurred()) return failed;  // of another sequence's processor, or of a signal's handler
+    if (PyErr_Occurred()) return failed;  // of another sequence's function, or of a signal's handler
     try {
-      call_processor(*held, logits, ids);
+      call(*function_);
       return {};
     } catch (nb::python_error& error) {
       error.restore();
@@ -84,6 +90,34 @@ LogitsChanges::Processor processor_of(nb::handle function) {
       PyErr_SetString(PyExc_RuntimeError, error.what());
     }
     return failed;
+  }
+
+ private:
+  std::string name_;
+  std::shared_ptr<nb::object> function_;
+};
+
+LogitsChanges::Processor processor_of(nb::handle function) {
+  if (function.is_none()) return {};
+  return [held = Held("logits_processor", function)](std::span<float> logits, std::span<const std::int32_t> ids) {
+    return held([&](const nb::object& process) { call_processor(process, logits, ids); });
+  };
+}
+
+/// None, "lookup", or a function of the ids so far and of how many are asked for, which returns ids.
+Drafter drafter_of(nb::handle draft, std::int64_t vocab_size) {
+  if (draft.is_none()) return {};
+  if (nb::isinstance<nb::str>(draft)) {
+    const auto name = nb::cast<std::string>(draft);
+    if (name != "lookup") refuse("draft: expected \"lookup\" or a function, got \"" + name + "\"");
+    return lookup_drafter();
+  }
+  return [held = Held("draft", draft), vocab_size](std::span<const std::int32_t> tokens,
+                                                   std::int64_t most) -> Result<Ids> {
+    Ids ids;
+    CF_TRY(
+        held([&](const nb::object& make) { ids = ids_of("draft", make(array_of_values(tokens), most), vocab_size); }));
+    return ids;
   };
 }
 
@@ -97,12 +131,13 @@ class PythonDecoder {
                 bool share_prefixes)
       : slots_(shared, slots), decoder_(made({step_tokens, share_prefixes})) {}
 
-  /// The options' stop ids and biases come from `stop` and `logit_bias`.
+  /// The options' stop ids, biases and drafts come from `stop`, `logit_bias` and `draft`.
   std::int64_t add(nb::handle prompt, SequenceOptions options, nb::handle stop, const Biases& logit_bias,
-                   std::optional<std::int64_t> same_prompt) {
+                   nb::handle draft, std::optional<std::int64_t> same_prompt) {
     const std::int64_t vocab_size = slots_.vocab_size();
     const Ids ids = ids_of("prompt", prompt, vocab_size);
     options.stop = ids_of("stop", stop, vocab_size);
+    options.draft = drafter_of(draft, vocab_size);
     for (const auto& [id, bias] : logit_bias) {
       if (id < 0 || id >= vocab_size)
         refuse("logit_bias: expected ids of 0 to " + std::to_string(vocab_size - 1) + ", got " + std::to_string(id));
@@ -136,6 +171,10 @@ class PythonDecoder {
       for (const LikelyId& p : t.top) top.emplace_back(p.id, p.log_prob);
     }
     return found;
+  }
+  std::tuple<std::int64_t, std::int64_t, std::int64_t> drafts(std::int64_t sequence) {
+    const DraftCounts counts = take(slots_.look([&] { return decoder_.drafts(sequence); }));
+    return {counts.steps, counts.drafted, counts.accepted};
   }
   std::string finish(std::int64_t sequence) {
     return std::string(to_string(take(slots_.look([&] { return decoder_.finish(sequence); }))));
@@ -182,6 +221,13 @@ class PythonDecoder {
 }  // namespace
 
 void bind_decoder(nb::module_& m) {
+  m.def(
+      "lookup_draft",
+      [](const std::vector<std::int32_t>& tokens, std::int64_t most, std::int64_t longest, std::int64_t shortest) {
+        return lookup_draft(tokens, most, {longest, shortest});
+      },
+      "tokens"_a, "most"_a, "longest"_a, "shortest"_a,
+      "Up to `most` ids that followed the latest occurrence of the last ids: core/model/draft.hpp.");
   nb::class_<PythonDecoder> bound(m, "Decoder",
                                   "Continues several sequences at once, each in a slot. Threads take turns. A step has "
                                   "at most `step_tokens` tokens, those of all running sequences and pieces of prompts; "
@@ -195,38 +241,47 @@ void bind_decoder(nb::module_& m) {
              double repetition_penalty, std::uint64_t seed, std::uint64_t id, nb::handle stop,
              std::optional<std::int64_t> max_new_tokens, std::int64_t min_new_tokens, const Biases& logit_bias,
              double frequency_penalty, double presence_penalty, nb::handle logits_processor,
-             std::optional<std::int64_t> logprobs, std::optional<std::int64_t> same_prompt) {
+             std::optional<std::int64_t> logprobs, nb::handle draft, std::int64_t draft_len,
+             std::optional<std::int64_t> same_prompt) {
             SequenceOptions options{.sampling = {temperature, top_k, top_p, min_p, repetition_penalty, seed},
                                     .id = id,
                                     .changes = {.frequency_penalty = frequency_penalty,
                                                 .presence_penalty = presence_penalty,
                                                 .min_new_tokens = min_new_tokens,
                                                 .processor = processor_of(logits_processor)},
-                                    .logprobs = logprobs};
+                                    .logprobs = logprobs,
+                                    .draft_tokens = draft_len};
             options.max_new_tokens = max_new_tokens.value_or(options.max_new_tokens);
-            return d.add(prompt, std::move(options), stop, logit_bias, same_prompt);
+            return d.add(prompt, std::move(options), stop, logit_bias, draft, same_prompt);
           },
           "prompt"_a, nb::kw_only(), "temperature"_a = 0.0, "top_k"_a = 0, "top_p"_a = 1.0, "min_p"_a = 0.0,
           "repetition_penalty"_a = 1.0, "seed"_a = 0, "id"_a = 0, "stop"_a = nb::tuple(),
           "max_new_tokens"_a = nb::none(), "min_new_tokens"_a = 0, "logit_bias"_a = Biases(),
           "frequency_penalty"_a = 0.0, "presence_penalty"_a = 0.0, "logits_processor"_a = nb::none(),
-          "logprobs"_a = nb::none(), "same_prompt"_a = nb::none(),
+          "logprobs"_a = nb::none(), "draft"_a = nb::none(), "draft_len"_a = kMostDraft, "same_prompt"_a = nb::none(),
           "Takes a sequence and returns its number. Where no slot is free it waits for one. Random numbers depend on "
           "seed, id and position alone. core/model/choice.hpp says what min_new_tokens, logit_bias (pairs of an id and "
           "its bias), the penalties, logits_processor (called with the logits, float32, and the ids of prompt and "
-          "output; returns the logits) and logprobs (how many alternatives) are. same_prompt: a sequence of the same "
+          "output; returns the logits) and logprobs (how many alternatives) are. draft: \"lookup\", or a function of "
+          "the "
+          "ids so far and of how many are asked for, which returns ids that may follow; draft_len: how many at most, 1 "
+          "to "
+          "7. The ids are the same with drafts and without. same_prompt: a sequence of the same "
           "prompt, which is read once for both where the cache has pages. Raises ValueError for a prompt that is "
           "empty, "
           "longer than the capacity or outside the vocabulary, and for settings that have no meaning.")
       .def("prefill", &PythonDecoder::prefill,
            "Reads the prompts of the sequences added since; returns (sequence, id) of each one's first id.")
-      .def("decode", &PythonDecoder::decode, "steps"_a = 1,
-           "Gives each running sequence up to `steps` ids; returns them as (sequence, id).")
+      .def(
+          "decode", &PythonDecoder::decode, "steps"_a = 1,
+          "Gives each running sequence up to `steps` ids, or more where it has drafts; returns them as (sequence, id).")
       .def("ended", &PythonDecoder::ended, "The sequences that have ended and were not dropped.")
       .def("drop", &PythonDecoder::drop, "sequence"_a, "Ends a sequence and forgets it.")
       .def("ids", &PythonDecoder::ids, "sequence"_a, "A sequence's ids behind its prompt.")
       .def("logprobs", &PythonDecoder::logprobs, "sequence"_a, "first"_a = 0,
            "Of each of a sequence's new ids from the one numbered `first` on: log p, and (id, log p) of the likeliest.")
+      .def("drafts", &PythonDecoder::drafts, "sequence"_a,
+           "Of a sequence's drafts: the steps that verified one, their ids, and how many of these it was given.")
       .def("finish", &PythonDecoder::finish, "sequence"_a,
            "Why a sequence has ended: \"running\", \"stop\", \"length\" or \"failed\".")
       .def("status", &PythonDecoder::status, "sequence"_a, "How a sequence failed, or None.")

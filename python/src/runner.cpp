@@ -10,6 +10,7 @@
 #include <memory>
 #include <span>
 
+#include "core/model/draft.hpp"
 #include "core/model/model.hpp"
 #include "core/model/taps.hpp"
 #include "core/procedural.hpp"
@@ -159,6 +160,9 @@ class Runner {
     return {budget.rel_l2, budget.rel_max};
   }
 
+  std::int64_t exact_tokens() {
+    return take(slots_.use([](ModelRunner& runner) -> Result<std::int64_t> { return cf::exact_run_tokens(runner); }));
+  }
   bool is_open() { return slots_.is_open(); }
   void close() { slots_.close(); }
 
@@ -313,6 +317,9 @@ void bind_runner(nb::module_& m) {
       .def_prop_ro(
           "workspace_bytes", [](const Runner& r) { return r.slots().workspace_bytes(); },
           "The bytes of the activations.")
+      .def_prop_ro("exact_run_tokens", &Runner::exact_tokens,
+                   "The most ids in a call of forward() whose logits have the bits of step(); below 2 where there are "
+                   "none.")
       .def("prefill", &Runner::prefill, "slot"_a, "first"_a, "ids"_a,
            "Gives a slot the entries of `ids` at the positions from `first` on, and makes the logits of the last id.")
       .def("set_rope_table", &Runner::set_rope_table, "cos"_a, "sin"_a,

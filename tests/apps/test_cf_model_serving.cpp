@@ -93,6 +93,46 @@ TEST_CASE("cf-model generate takes hundreds of slots", "[cf_model]") {
         sorted_lines(cf_model_ok(common).out));
 }
 
+TEST_CASE("cf-model generate makes the same ids with drafts, and counts them", "[cf_model][draft]") {
+  const std::string stdlib = "generate --model '" CF_DATA_DIR "/checkpoints/stdlib-4m' --ids --stop none ";
+  const std::string prompts = "--prompt-ids '486,500,525,555,278,302;5,6,7,5,6,7,5,6;100' --max-new-tokens 24 ";
+  const TempDir dir;
+  const std::string json = dir / "report.json";
+  for (const char* how : {"", "--temperature 0.7 --top-k 20 --seed 3 ", "--slots 2 --pages 40 --page-entries 4 "}) {
+    CAPTURE(how);
+    const std::vector<std::string> expected = sorted_lines(cf_model_ok(stdlib + prompts + how).out);
+    for (const char* draft : {"--draft lookup ", "--draft lookup --draft-len 2 ", "--draft lookup --invariant "}) {
+      CAPTURE(draft);
+      const auto run = cf_model_ok(stdlib + prompts + how + draft + "--json '" + json + "'");
+      CHECK(sorted_lines(run.out) == expected);
+      CHECK(run.err.find("\ndrafts: ") != std::string::npos);
+      const Json report = Json::parse(read_file(json));
+      CHECK(report["draft"]["by"] == "lookup");
+      std::int64_t drafted = 0, accepted = 0;
+      for (const Json& s : report["sequences"]) {
+        const Json& d = s["drafts"];
+        CHECK(d["accepted"] <= d["drafted"]);
+        CHECK(d["steps"] <= d["drafted"]);
+        drafted += d["drafted"].get<std::int64_t>();
+        accepted += d["accepted"].get<std::int64_t>();
+      }
+      CHECK(drafted > 0);
+      CHECK(run.err.find(std::to_string(drafted) + " ids in ") != std::string::npos);
+      CHECK(run.err.find(std::to_string(accepted) + " accepted") != std::string::npos);
+    }
+  }
+  const std::string one = stdlib + "--prompt-ids 1,2 ";
+  check_cf_model_refusal(one + "--draft-len 3", "--draft-len: expected with --draft");
+  check_cf_model_refusal(one + "--draft lookup --draft-len 8", "--draft-len: expected 1 to 7, got '8'");
+  check_cf_model_refusal(one + "--draft ngram", "--draft: expected ");
+  check_cf_model_refusal(one + "--draft lookup --slots 9",
+                         "draft: expected a model that gives a token the same bits in a step of any size");
+  check_cf_model_refusal(one + "--draft lookup --activation float64",
+                         "draft: expected a model that gives a token the same bits in a step of any size");
+  CHECK(cf_model_ok(one + "--draft lookup --slots 9 --invariant --max-new-tokens 4").out ==
+        cf_model_ok(one + "--max-new-tokens 4").out);
+}
+
 TEST_CASE("cf-model stream goes on behind its window in a cache that does not grow", "[cf_model][stream]") {
   const TempDir dir;
   const std::string stream = "stream " + model + "--prompt-ids 1,2,3 --window 12 --sinks 4 --chunk 5 ";

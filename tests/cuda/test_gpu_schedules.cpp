@@ -109,6 +109,34 @@ TEST_CASE("schedules on the GPU: the ids and the bits that each sequence has alo
   CHECK(counts.given_up > 10);
 }
 
+TEST_CASE(
+    "schedules on the GPU: with drafts the ids and the bits that each sequence has alone without, by an invariant "
+    "model",
+    "[gpu][schedules][draft]") {
+  const bool gated = GENERATE(false, true);
+  CAPTURE(gated);
+  const Small small(DType::f16, {}, gated ? windowed() : small_config(1));
+  Models models(small, {.capacity = kCapacity, .impl = Impl::graph, .invariant = true});
+  Alone alone(models.alone());
+  std::int64_t drafted = 0;
+  const Counts counts = check_schedules(
+      gated ? 6000 : 7000, 100, kScale, [&](const Schedule& s) { return models.decoder(s); }, ids_of,
+      // Drafts of the prompt's ids, few of which are right, and none in every fourth step.
+      [&](std::uint64_t id, std::int64_t tokens) {
+        SequenceOptions o = mixed(id, tokens);
+        o.draft = [&](std::span<const std::int32_t> so_far, std::int64_t most) -> Result<Ids> {
+          if (so_far.size() % 4 == 0) return Ids();
+          const auto n = std::min(std::size_t(most), so_far.size());
+          drafted += std::int64_t(n);
+          return Ids(so_far.end() - std::ptrdiff_t(n), so_far.end());
+        };
+        return o;
+      },
+      alone);
+  CHECK(drafted > 1000);
+  CHECK(counts.given_up > 5);
+}
+
 TEST_CASE("schedules on the GPU: the ids that each sequence has alone, in float32", "[gpu][schedules]") {
   const Small small(DType::f32, {}, small_config(1));
   Models models(small, {.capacity = kCapacity, .impl = Impl::graph});
@@ -129,6 +157,20 @@ TEST_CASE("schedules on the GPU: the ids that each sequence has alone, but for n
       gated ? 3000 : 4000, 100, kScale, [&](const Schedule& s) { return models.decoder(s); }, ids_of, greedy, alone);
   CHECK(counts.forks > 30);
   CHECK(alone.near_ties < 40);
+}
+
+TEST_CASE("GPU drafts are refused by name where bits depend on a step's size", "[gpu][bad][draft]") {
+  const Small small(DType::f16, {}, small_config(1));
+  const auto refusal = [&](Model::Options o) {
+    o.impl = Impl::graph;
+    Decoder d = small.decoder(o);
+    return d.add(ids_of(8, 1), {.max_new_tokens = 4, .draft = lookup_drafter()}).status();
+  };
+  for (const Model::Options& o : {Model::Options{.capacity = 96}, Model::Options{.invariant = true, .window = 60}}) {
+    INFO(refusal(o).message());
+    CHECK(refusal(o).message().find("decoder: draft: expected a model that gives a token the same bits") == 0);
+  }
+  CHECK(refusal({.capacity = 96, .invariant = true}));
 }
 
 TEST_CASE("schedules on the GPU: the ids and the bits that each stream has alone", "[gpu][schedules]") {

@@ -537,3 +537,43 @@ def test_taps_are_float64s_hidden_states(root, name):
         cf_ops.hf.run(model, ids, taps=["layers.0.outptu"])
     with pytest.raises(ValueError, match="expected integers"):
         cf_ops.hf.run(model, [])
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_prompt_lookup_gives_the_greedy_ids_in_fewer_steps(root, name):
+    model = cf_ops.hf.speed_up(load(root, name))
+    inputs = padded([9])
+    inputs["input_ids"][0] = inputs["input_ids"][0, :3].repeat(3)
+    plain = greedy(model, inputs)
+    steps = cf_ops.hf.report(model).cf_ops
+    cf_ops.hf.speed_up(cf_ops.hf.restore(model))
+    for options in (
+        {"prompt_lookup_num_tokens": 5},
+        {"prompt_lookup_num_tokens": 20, "max_matching_ngram_size": 1},
+        {"prompt_lookup_num_tokens": 3, "return_dict_in_generate": True},
+    ):
+        streamer = Streamer()
+        made = greedy(model, inputs, streamer=streamer, **options)
+        assert torch.equal(getattr(made, "sequences", made), plain)
+        given = [value for _, _, values in streamer.given[1:-1] for value in values]
+        assert given == plain[0, inputs["input_ids"].shape[1] :].tolist() and streamer.given[-1] == "end"
+    drawn = []
+    for options in ({}, {"prompt_lookup_num_tokens": 4}):
+        torch.manual_seed(1)
+        drawn.append(model.generate(**inputs, max_new_tokens=24, do_sample=True, top_k=5, **options))
+    assert torch.equal(*drawn)
+    for place in (1, 5, 11):
+        end = int(plain[0, inputs["input_ids"].shape[1] + place])
+        options = {"eos_token_id": end, "pad_token_id": 0}
+        assert torch.equal(
+            greedy(model, inputs, prompt_lookup_num_tokens=6, **options),
+            greedy(model, inputs, **options),
+        )
+    assert_all_ours(model)
+    assert "greedy loop" in steps and cf_ops.hf.report(model).cf_ops.get("greedy draft", 0) > 0
+
+
+def test_prompt_lookup_of_several_sequences_is_transformers_own_error(root):
+    model = cf_ops.hf.speed_up(load(root, "neox-d80"))
+    with pytest.raises(ValueError, match="batch_size"):
+        greedy(model, padded([5, 3]), prompt_lookup_num_tokens=3)

@@ -261,7 +261,7 @@ def everyday_calls():
         "no cache": ({"use_cache": False}, True),
         "states": ({"output_hidden_states": True, "return_dict_in_generate": True}, False),
         "beams": ({"num_beams": 3}, False),
-        "drafts": ({"prompt_lookup_num_tokens": 2}, False),
+        "drafts": ({"prompt_lookup_num_tokens": 2}, True),
         "a static cache": ({"cache_implementation": "static"}, False),
         "a cache": ({CACHE: transformers.DynamicCache()}, False),
     }

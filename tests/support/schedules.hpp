@@ -71,7 +71,7 @@ inline SequenceOptions sampled(std::uint64_t id, std::int64_t tokens) {
   return {.sampling = {.temperature = 1.2, .seed = 5}, .id = id, .max_new_tokens = tokens};
 }
 
-/// What each sequence should be given. A decoder of one slot makes the sequence's ids, and their log-probabilities
+/// What each sequence should be given. A decoder of one slot makes the sequence's ids, without drafts, and their log-probabilities
 /// where the sequence's options ask for them. Both are compared bit by bit. Answers are kept by prompt and id.
 class Alone {
  public:
@@ -108,6 +108,7 @@ class Alone {
     const auto [found, is_new] = known_.try_emplace({prompt, o.id});
     if (is_new) {
       o.max_new_tokens = kScheduleNewTokens;
+      o.draft = {};
       const auto s = taken(decoder_.add(prompt, o));
       while (decoder_.active()) taken(decoder_.decode());
       found->second = {taken(decoder_.ids(s)), taken(decoder_.logprobs(s))};

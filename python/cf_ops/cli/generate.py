@@ -9,7 +9,7 @@ from typing import Any
 
 from cf_ops._text import encode, open_tokenizer
 from cf_ops._chat import ChatTemplate
-from cf_ops._generation import Session, Settings
+from cf_ops._generation import MOST_DRAFT, Session, Settings
 from cf_ops.cli import _program as program
 from cf_ops.model import MOST_SAMPLES, MOST_SLOTS, USUAL_SLOTS
 
@@ -33,6 +33,19 @@ def declare(parser: argparse.ArgumentParser) -> None:
     )
     program.add_streams(parser)
     program.add_serving(parser)
+    parser.add_argument(
+        "--draft",
+        choices=["lookup"],
+        help="drafts ids that a step verifies together, as the text went on behind its last ids before; the ids are the "
+        "same, on a GPU with --invariant, on the CPU up to 8 slots or with it",
+    )
+    parser.add_argument(
+        "--draft-len",
+        type=program.integer(1, MOST_DRAFT),
+        default=MOST_DRAFT,
+        metavar="N",
+        help="ids of a draft, at most",
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for the most likely token")
     parser.add_argument("--top-k", type=program.integer(0, 2**31 - 1), default=0, help="keep so many tokens, 0 for all")
     parser.add_argument("--top-p", type=float, default=1.0, help="keep the fewest that reach this probability")
@@ -75,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
         ignore_eos=args.ignore_eos,
         logprobs=args.logprobs,
         echo=args.echo,
+        draft=args.draft,
+        draft_len=args.draft_len,
     )
     if args.stop is not None:
         settings.stop_ids = args.stop
@@ -100,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     is_text = not args.prompt_ids
     added = {index: 0.0 for index in range(min(session.slots, sequences))}
     first_s = [0.0] * sequences
-    last_s = [0.0] * sequences
+    last_s: dict[int, float] = {}
     shown: set[int] = set()
     start = time.perf_counter()
     interrupted = False
@@ -126,9 +141,9 @@ def run(args: argparse.Namespace) -> int:
         while not session.done:
             before = time.perf_counter() - start
             for index, id, piece in session.step():
+                is_first = index not in last_s
                 added.setdefault(index, before)
                 last_s[index] = time.perf_counter() - start - added[index]
-                is_first = len(session.results[index].ids) == 1
                 if is_first:
                     first_s[index] = last_s[index]
                 if streams:
@@ -142,16 +157,22 @@ def run(args: argparse.Namespace) -> int:
     total_s = time.perf_counter() - start
 
     results = session.results
-    print(_summary(len(prompts), [len(r.ids) for r in results], first_s, last_s, total_s), file=sys.stderr)
+    ends_s = [last_s.get(index, 0.0) for index in range(sequences)]
+    print(_summary(len(prompts), [len(r.ids) for r in results], first_s, ends_s, total_s), file=sys.stderr)
+    if args.draft is not None:
+        drafted, accepted = (sum(getattr(r, name) or 0 for r in results) for name in ("drafted", "accepted"))
+        print(f"drafts: {drafted} ids, {accepted} accepted", file=sys.stderr)
     for index, result in enumerate(results):
         if result.finish == "failed":
             print(f"{program.PROGRAM}: prompt {index // args.n}: {result.error}", file=sys.stderr)
     described: list[dict[str, Any]] = []
-    for result, first, last in zip(results, first_s, last_s):
+    for result, first, last in zip(results, first_s, ends_s):
         sequence: dict[str, Any] = {"prompt": result.prompt, "ids": result.ids, "finish": result.finish}
         sequence |= {"first_token_s": first, "total_s": last}
         sequence |= {"text": result.text} if result.text is not None else {}
         sequence |= {"fault": result.error} if result.error is not None else {}
+        if result.drafted is not None:
+            sequence |= {"drafts": {"drafted": result.drafted, "accepted": result.accepted}}
         if result.logprobs is not None:
             sequence |= {"logprobs": result.logprobs, "top_logprobs": result.top_logprobs}
         described.append(sequence)

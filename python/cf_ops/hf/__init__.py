@@ -56,7 +56,8 @@ def speed_up(model: Model, *, window: int = 0, sinks: int = 0) -> Model:
     ``custom_generate``. Greedy ids are chosen by the runner, which a GPU runs ahead of. Where anything else has a part
     in them, such as sampling, a processor, a stopping criterion or an output of each step, torch chooses them from each
     step's logits. With a hook on the model, or a method of its own, transformers' loop calls ``forward`` step by step.
-    `report` has the reasons; the ids are the same. ``stop_strings`` with a ``tokenizer`` are a stopping criterion.
+    `report` has the reasons; the ids are the same. So they are with ``prompt_lookup_num_tokens``: on a CPU a step verifies
+    up to 7 ids of a draft, and where that is not exact, as on a GPU, ids come one by one. ``stop_strings`` with a ``tokenizer`` are a stopping criterion.
     ``generate_batch()`` is answered by ``generate()``, with eight prompts at a time.
 
     A call that cf_ops cannot do exactly runs on Hugging Face's own path: beams, assistants, static caches, attentions.

@@ -153,6 +153,28 @@ class RunnerCache(Cache):  # type: ignore[misc, unused-ignore]
                 sequence.append(new)
             return chosen
 
+    def choose_run(self, loaded: Loaded, ids: list[int]) -> list[int]:
+        """Of a cache of one sequence: appends an id and a draft of what follows it, and returns the ids of the highest
+        logits behind each, up to the first that the draft does not have. The draft's ids from there on are forgotten.
+        Where it raises, the cache holds what it held."""
+        with self.lock:
+            try:
+                runner = self._ready(loaded, self.ids, len(self.ids[0]) + len(ids))
+                chosen = runner.choose_run(0, len(self.ids[0]), ids)
+            except BaseException:
+                self._end()
+                raise
+            kept = 1
+            while kept < len(ids) and chosen[kept - 1] == ids[kept]:
+                kept += 1
+            self.ids[0].extend(ids[:kept])
+            return chosen[:kept]
+
+    def exact_run_tokens(self) -> int:
+        """The most ids that choose_run() takes; below 2 where it gives not exactly what choose() does."""
+        runner = self._runner
+        return 0 if runner is None or len(self.ids) != 1 else runner.exact_run_tokens
+
     def take_back(self) -> None:
         """Forgets the id that the last `forward` has appended to each sequence."""
         with self.lock:

@@ -18,10 +18,14 @@ from transformers.generation import (  # type: ignore[attr-defined, import-not-f
     StopStringCriteria,
 )
 
+from cf_ops import _core
 from cf_ops.hf._cache import cache_field
 from cf_ops.hf._runner import Tensor
 
+LOOKUP_ARGUMENTS = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
+
 _CACHE_FIELD = cache_field(GenerateDecoderOnlyOutput)
+_FOR_TRANSFORMERS_LOOPS = ("streamer", "stop_strings", *LOOKUP_ARGUMENTS)
 _STEP_OUTPUTS = ("scores", "logits")  # collected at each step if the config asks: output_scores, output_logits
 
 
@@ -66,7 +70,7 @@ class Generation:
     def for_own_loop(self, model: Any) -> dict[str, Any]:
         """generate()'s arguments for a loop of our own, to which it hands neither the streamer nor a tokenizer: stop
         strings become the criterion that transformers makes of them. Raises StepByStep where they cannot."""
-        given = {name: value for name, value in self.given.items() if name not in ("streamer", "stop_strings")}
+        given = {name: value for name, value in self.given.items() if name not in _FOR_TRANSFORMERS_LOOPS}
         if self.config.stop_strings is None:
             return given
         configs = (self.given.get("generation_config"), model.generation_config)
@@ -89,6 +93,13 @@ class Steps(Protocol):
     def choose(self, ids: list[int], running: list[int], left: int, stop: list[int]) -> list[int]:
         """Appends an id to each sequence, and returns the next greedy ids of the sequences that run. A running sequence
         may get `left` more ids, but none behind an id of `stop`."""
+
+    def most_drafted(self) -> int:
+        """The most ids of a draft; 0 where there can be none."""
+
+    def choose_run(self, ids: list[int]) -> list[int]:
+        """Of one sequence: appends an id and a draft of what follows it; returns the greedy ids behind them, up to the
+        first that the draft does not have, and forgets the rest of the draft."""
 
     def logits(self, ids: Tensor) -> Tensor:
         """Appends an id to each sequence; the logits (sequences, 1, vocab) behind it."""
@@ -136,6 +147,23 @@ class TokenLoop:
         new = torch.tensor(made, device=self.input_ids.device).T
         return self._output(torch.cat([self.input_ids, new], dim=-1), steps, {})
 
+    def by_drafts(self, logits: Tensor, steps: Steps, ends: Ends, lookup: Lookup) -> Any:
+        """The same of one sequence, whose next ids a lookup drafts: a step makes several where they are right."""
+        tokens: list[int] = self.input_ids[0].tolist()
+        places = len(tokens)
+        new: list[int] = logits[:, -1].float().argmax(-1).tolist()
+        while True:
+            for id in new:
+                tokens.append(id)
+                if self.streamer is not None:
+                    self.streamer.put(torch.tensor([id]))
+                if id in ends.ids or len(tokens) - places == ends.most:
+                    made = torch.tensor([tokens], device=self.input_ids.device, dtype=self.input_ids.dtype)
+                    return self._output(made, steps, {})
+            most = min(lookup.tokens, steps.most_drafted(), ends.most - (len(tokens) - places) - 1)
+            draft = _core.lookup_draft(tokens, most, lookup.longest, 1) if most > 0 else []
+            new = steps.choose_run([tokens[-1], *draft])
+
     def by_logits(self, logits: Tensor, steps: Steps) -> Any:
         """The same with ids that torch chooses from the logits of each step, as transformers does."""
         ids, kept = self.input_ids, self._kept()
@@ -180,6 +208,24 @@ class TokenLoop:
             return ids
         fields: dict[str, Any] = {**kept, _CACHE_FIELD: steps.cache}
         return GenerateDecoderOnlyOutput(sequences=ids, **fields)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What generate()'s prompt_lookup_num_tokens asks for."""
+
+    tokens: int  # of a draft
+    longest: int  # the most last ids that are looked for
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Lookup | None:
+        """What generate() was given by name. A config that asks for lookups is left to transformers, and so is a number
+        that it refuses."""
+        tokens, longest = given.get("prompt_lookup_num_tokens"), given.get("max_matching_ngram_size")
+        numbers = [number for number in (tokens, longest) if number is not None]
+        if tokens is None or not all(type(number) is int and number > 0 for number in numbers):
+            return None
+        return cls(tokens, longest or 2)  # 2 is transformers' own
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast  # type: ignore
 from cf_ops.hf._batch import generate_batch
 from cf_ops.hf._cache import RunnerCache, cache_field, cache_parameter, logits_of
 from cf_ops.hf._families import FAMILIES, class_of, layers_of
-from cf_ops.hf._generation import Generation, StepByStep, TokenLoop
+from cf_ops.hf._generation import LOOKUP_ARGUMENTS, Generation, Lookup, StepByStep, TokenLoop
 from cf_ops.hf._joined import Joined
 from cf_ops.hf._loaded import Loaded
 from cf_ops.hf._report import Counts, Report
@@ -190,15 +190,19 @@ class Patch:
     def generate(self, model: Model, given: dict[str, Any]) -> Any:
         """transformers' generate(), with a token loop of ours where the calls of its own would run on cf_ops."""
         generation = Generation.of(model, given)
+        own, lookup = generation, Lookup.of(given)
+        if lookup is not None:  # for our loop the same generation, whose ids may come several a step
+            own = Generation.of(model, {name: v for name, v in given.items() if name not in LOOKUP_ARGUMENTS})
         try:
-            self._check_generation(model, generation)
-            arguments = generation.for_own_loop(model)
+            self._check_generation(model, own)
+            arguments = own.for_own_loop(model)
         except _Fallback:  # each call of forward raises it again
             return self._generate_theirs(model, given, generation)
         except StepByStep as reason:
             self.count_step_by_step(reason)
             return self._generate_theirs(model, given, generation)
-        return type(model).generate(model, **{**arguments, "custom_generate": functools.partial(self._loop, given)})
+        loop = functools.partial(self._loop, given, lookup)
+        return type(model).generate(model, **{**arguments, "custom_generate": loop})
 
     def _generate_theirs(self, model: Model, given: Mapping[str, Any], generation: Generation) -> Any:
         with self._generating(generation):
@@ -207,6 +211,7 @@ class Patch:
     def _loop(
         self,
         given: Mapping[str, Any],
+        lookup: Lookup | None,
         model: Model,
         input_ids: Tensor,
         logits_processor: Any,
@@ -219,6 +224,8 @@ class Patch:
         generation = Generation(given, generation_config)
         try:
             loaded = self._check_generation(model, generation)
+            if lookup is not None and len(input_ids) > 1:
+                raise _Fallback("prompt_lookup_num_tokens beside several sequences")  # which transformers refuses
             with self._generating(generation):
                 call = self._read_prompt(model, input_ids, model_kwargs)
             logits, cache = self._run(loaded, call, generation)
@@ -243,7 +250,10 @@ class Patch:
                     self.count_step_by_step(reason)
                     output = loop.by_logits(logits, steps)
                 else:
-                    output = loop.by_ids(logits, steps, ends)
+                    if lookup is not None and steps.most_drafted() > 0:
+                        output = loop.by_drafts(logits, steps, ends, lookup)
+                    else:
+                        output = loop.by_ids(logits, steps, ends)
             is_kept = generation_config.return_dict_in_generate or generation.has_own_cache
             return output
         finally:
@@ -441,28 +451,54 @@ class _Steps:
         self._versions = loaded.value_versions() if generation.given.get("streamer") is not None else None
 
     def choose(self, ids: list[int], running: list[int], left: int, stop: list[int]) -> list[int]:
-        if not self._is_by_step:
-            try:
-                return self._choose(ids, running, left, stop)
-            except StepByStep as reason:
-                self._patch.count_step_by_step(reason)
-                self._is_by_step = True
-        chosen: list[int] = self._call(torch.tensor(ids))[:, -1].float().argmax(-1).tolist()
-        return [chosen[row] for row in running]
+        chosen = self._by_runner(lambda: self.cache.choose(self._loaded, ids, running, left, stop), "loop")
+        if chosen is None:
+            every = self._by_call(ids)
+            return [every[row] for row in running]
+        self._places += 1
+        return chosen
 
-    def _choose(self, ids: list[int], running: list[int], left: int, stop: list[int]) -> list[int]:
-        """By the runner. Raises StepByStep, with the cache as before, where it cannot."""
+    def most_drafted(self) -> int:
+        if self._is_by_step or not isinstance(self.cache, RunnerCache):
+            return 0
+        return max(self.cache.exact_run_tokens() - 1, 0)
+
+    def choose_run(self, ids: list[int]) -> list[int]:
+        kind = "loop" if len(ids) == 1 else "draft"
+        chosen = self._by_runner(lambda: self.cache.choose_run(self._loaded, ids), kind)
+        if chosen is None:
+            return self._by_call(ids[:1])
+        self._places += len(chosen)
+        return chosen
+
+    def _by_call(self, ids: list[int]) -> list[int]:
+        """The greedy ids of all sequences behind an id of each, by a call of the model."""
+        chosen: list[int] = self._call(torch.tensor(ids))[:, -1].float().argmax(-1).tolist()
+        return chosen
+
+    def _by_runner(self, choose: Callable[[], list[int]], kind: str) -> list[int] | None:
+        """What `choose` makes of the cache; None, with the cache as before, from the first time on that it cannot."""
+        if self._is_by_step:
+            return None
+        try:
+            return self._choose(choose, kind)
+        except StepByStep as reason:
+            self._patch.count_step_by_step(reason)
+            self._is_by_step = True
+            return None
+
+    def _choose(self, choose: Callable[[], list[int]], kind: str) -> list[int]:
+        """Raises StepByStep, with the cache as before, where the runner cannot."""
         if self._versions is not None and self._versions != self._loaded.value_versions():
             raise StepByStep("parameters have changed")
         obstacle = self._obstacle() if self._may_go_on() else _CHANGED
         if obstacle is not None:
             raise StepByStep(obstacle)
         try:
-            chosen: list[int] = self.cache.choose(self._loaded, ids, running, left, stop)
+            chosen = choose()
         except _FAILURES as error:
             raise StepByStep(str(error) or type(error).__name__) from error
-        self._places += 1
-        self._patch.count(self._generation, "loop")
+        self._patch.count(self._generation, kind)
         return chosen
 
     def logits(self, ids: Tensor) -> Tensor:

@@ -73,6 +73,13 @@ class Runner(Protocol):
         Each slot may get `left` more tokens, but none behind an id of `stop`: a GPU begins to make them before it is
         asked."""
 
+    @property
+    def exact_run_tokens(self) -> int:
+        """The most ids of which choose_run() gives what `choose` gives one by one; below 2 where there are none."""
+
+    def choose_run(self, slot: int, first: int, ids: list[int]) -> list[int]:
+        """What `choose` returns behind each of `ids`, appended to a slot from position `first` on."""
+
     def release(self, slot: int) -> None:
         """Forgets a slot's entries."""
 
@@ -338,7 +345,19 @@ class _CpuRunner(_CoreRunner):
         return torch.stack([torch.from_numpy(self._runner.logits(slot)) for slot, _, _ in tokens])
 
     def choose(self, tokens: list[tuple[int, int, int]], left: int, stop: list[int]) -> list[int]:
-        chosen: list[int] = self.step(tokens).to(self._dtype).float().argmax(-1).tolist()
+        return self._highest(self.step(tokens))
+
+    @property
+    def exact_run_tokens(self) -> int:
+        return self._runner.exact_run_tokens
+
+    def choose_run(self, slot: int, first: int, ids: list[int]) -> list[int]:
+        logits = self.new_logits(len(ids))
+        self.forward(slot, first, ids, logits)
+        return self._highest(logits)
+
+    def _highest(self, logits: Tensor) -> list[int]:
+        chosen: list[int] = logits.to(self._dtype).float().argmax(-1).tolist()
         return chosen
 
     def run(self, slot: int, first: int, ids: list[int], logits: Tensor, taps: list[str]) -> dict[str, Tensor]:
@@ -371,6 +390,11 @@ class _CudaRunner(_CoreRunner):
     def choose(self, tokens: list[tuple[int, int, int]], left: int, stop: list[int]) -> list[int]:
         self._runner.step(tokens)
         return self._runner.choose([(slot, position + 1, left) for slot, _, position in tokens], stop)
+
+    exact_run_tokens = 0  # its model is not `invariant`, whose steps are slower
+
+    def choose_run(self, slot: int, first: int, ids: list[int]) -> list[int]:
+        raise NotImplementedError("a run's ids are not exactly those of steps on a GPU")
 
     def run(self, slot: int, first: int, ids: list[int], logits: Tensor, taps: list[str]) -> dict[str, Tensor]:
         made = self._runner.forward_on_device(slot, first, ids, _one_described(logits), self._stream, taps)
