@@ -16,6 +16,7 @@
 #include "core/model/decoder.hpp"
 #include "core/procedural.hpp"
 #include "cpu_ref/model.hpp"
+#include "tests/support/ahead_runner.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
 #include "tests/support/schedules.hpp"
@@ -327,47 +328,6 @@ TEST_CASE("The logits of a sequence are those that its last id was chosen from, 
   }
   CHECK(compared > 5);
 }
-
-namespace {
-
-/// A model that is at work on a step of the ids that it has chosen, as one on a GPU is.
-class AheadRunner final : public ModelRunner, public ExactRuns {
- public:
-  explicit AheadRunner(std::unique_ptr<Model> model) : model_(std::move(model)) {}
-  const ModelSpec& model() const override { return model_->model(); }
-  std::int64_t slots() const override { return model_->slots(); }
-  std::int64_t capacity() const override { return model_->capacity(); }
-  DType activation() const override { return model_->activation(); }
-  std::int64_t length(std::int64_t slot) const override { return model_->length(slot); }
-  std::int64_t exact_run_tokens() const override { return model_->exact_run_tokens(); }
-  bool runs_ahead(std::span<const Run> runs, std::span<const std::int32_t>) const override {
-    return !ahead_.empty() && std::ranges::equal(runs, ahead_);
-  }
-  Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override {
-    wasted += !ahead_.empty() && !std::ranges::equal(runs, ahead_);
-    met += !ahead_.empty() && std::ranges::equal(runs, ahead_);
-    ahead_.clear();
-    return model_->run(runs, ids, logits);
-  }
-  std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override {
-    if (std::ranges::all_of(draws, [](const Draw& d) { return d.left > 0; }))
-      for (const Draw& d : draws) ahead_.push_back({.sequence = d.slot, .first_position = d.position});
-    return model_->choose(draws);
-  }
-  Result<Tensor> logits(std::int64_t slot) override { return model_->logits(slot); }
-  void release(std::int64_t slot) override { model_->release(slot); }
-  void watch(Visit visit) override { model_->watch(std::move(visit)); }
-  void check_between(Check check) override { model_->check_between(std::move(check)); }
-  Status fetch(const SiteTensor& tensor, void* to) override { return model_->fetch(tensor, to); }
-
-  int wasted = 0, met = 0;
-
- private:
-  std::unique_ptr<Model> model_;
-  std::vector<Run> ahead_;
-};
-
-}  // namespace
 
 TEST_CASE("No draft throws a step away that a model is at work on", "[draft]") {
   const Small small;

@@ -10,6 +10,7 @@
 #include "core/model/decoder.hpp"
 #include "core/procedural.hpp"
 #include "cpu_ref/model.hpp"
+#include "tests/support/ahead_runner.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
 #include "tests/support/schedules.hpp"
@@ -99,54 +100,11 @@ TEST_CASE("A long prompt stops no one: each step gives every running sequence an
   CHECK(taken(d.decode()).size() == 3);
 }
 
-namespace {
-
-/// A model that reads several prompts in a pass and runs ahead of a decoder's steps, as one on a GPU does. It keeps the
-/// counts of each step's runs.
-class AheadRunner final : public ModelRunner {
- public:
-  explicit AheadRunner(std::unique_ptr<Model> model) : model_(std::move(model)) {}
-  const ModelSpec& model() const override { return model_->model(); }
-  std::int64_t slots() const override { return model_->slots(); }
-  std::int64_t capacity() const override { return model_->capacity(); }
-  DType activation() const override { return model_->activation(); }
-  std::int64_t length(std::int64_t slot) const override { return model_->length(slot); }
-  std::int64_t pass_tokens() const override { return 16; }
-  std::int64_t preferred_step_tokens() const override { return 8; }
-  bool runs_ahead(std::span<const Run> runs, std::span<const std::int32_t>) const override {
-    return !ahead_.empty() && std::ranges::equal(runs, ahead_);
-  }
-  Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override {
-    std::vector<std::int64_t>& counts = steps.emplace_back();
-    for (const Run& r : runs) counts.push_back(r.count);
-    ahead_.clear();
-    return model_->run(runs, ids, logits);
-  }
-  std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override {
-    if (std::ranges::all_of(draws, [](const Draw& d) { return d.left > 0; }))
-      for (const Draw& d : draws) ahead_.push_back({.sequence = d.slot, .first_position = d.position});
-    return model_->choose(draws);
-  }
-  Result<Tensor> logits(std::int64_t slot) override { return model_->logits(slot); }
-  void release(std::int64_t slot) override { model_->release(slot); }
-  void watch(Visit visit) override { model_->watch(std::move(visit)); }
-  void check_between(Check check) override { model_->check_between(std::move(check)); }
-  Status fetch(const SiteTensor& tensor, void* to) override { return model_->fetch(tensor, to); }
-
-  std::vector<std::vector<std::int64_t>> steps;
-
- private:
-  std::unique_ptr<Model> model_;
-  std::vector<Run> ahead_;
-};
-
-}  // namespace
-
 TEST_CASE("Whole prompts share passes while no one runs, and a prompt that joins lets a step that runs ahead end",
           "[schedules]") {
   const Tiny tiny;
   const Model::Options options{.slots = 6, .capacity = 64, .activation = DType::f64};
-  auto owned = std::make_unique<AheadRunner>(tiny.model(options));
+  auto owned = std::make_unique<AheadRunner>(tiny.model(options), 16, 8);
   std::vector<std::vector<std::int64_t>>& steps = owned->steps;
   Decoder d(std::move(owned)), plain(tiny.model(options), {.step_tokens = 0});
   const auto took = [&](std::vector<std::vector<std::int64_t>> expected) {
@@ -160,7 +118,7 @@ TEST_CASE("Whole prompts share passes while no one runs, and a prompt that joins
   taken(d.decode(2));
   took({{1, 1, 1, 1, 1}, {1, 1, 1, 1, 1}});
   // A turn in which no one runs reads all prompts, too.
-  auto first = std::make_unique<AheadRunner>(tiny.model(options));
+  auto first = std::make_unique<AheadRunner>(tiny.model(options), 16, 8);
   std::vector<std::vector<std::int64_t>>& turn = first->steps;
   Decoder idle(std::move(first));
   for (std::size_t i = 0; i < 4; ++i) taken(idle.add(ids_of(lengths[i], i), sampled(i, 2)));
@@ -185,7 +143,7 @@ TEST_CASE("Whole prompts share passes while no one runs, and a prompt that joins
     CHECK(taken(d.ids(std::int64_t(i))) == taken(plain.ids(s)));
   }
   // An explicit number of tokens is one for all steps.
-  auto second = std::make_unique<AheadRunner>(tiny.model(options));
+  auto second = std::make_unique<AheadRunner>(tiny.model(options), 16, 8);
   std::vector<std::vector<std::int64_t>>& pieces = second->steps;
   Decoder cut(std::move(second), {.step_tokens = 8});
   for (std::size_t i = 0; i < 3; ++i) taken(cut.add(ids_of(lengths[i], i), sampled(i, 2)));
