@@ -15,9 +15,9 @@ namespace {
 
 const std::vector<std::string> programs{"cf-golden", "cf-layer", "cf-model", "cf-op"};
 const std::vector<std::string> pages{
-    "cf-golden",     "cf-golden info",    "cf-golden run",  "cf-golden compare", "cf-layer",
-    "cf-model",      "cf-model info",     "cf-model bench", "cf-model generate", "cf-model stream",
-    "cf-model eval", "cf-model memorize", "cf-model sweep", "cf-op"};
+    "cf-golden",      "cf-golden info", "cf-golden run",     "cf-golden compare", "cf-layer",      "cf-model",
+    "cf-model info",  "cf-model bench", "cf-model generate", "cf-model stream",   "cf-model eval", "cf-model memorize",
+    "cf-model sweep", "cf-op"};
 
 /// Runs a command line in a folder, that of the sources when left out, where the programs are on the PATH.
 ProgramRun run(const std::string& command, const std::string& folder = CF_SOURCE_DIR) {
