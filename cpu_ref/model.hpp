@@ -24,8 +24,8 @@ struct ModelBytes {
 /// A whole model on the CPU: in float64 the oracle, in float32 the fast backend. Weights are read as they are stored,
 /// where they lie. With a prompt's tokens many rows share a product (Eigen); a step of few slots reads each weight once
 /// for all of them. The same calls give the same bits on any number of threads.
-/// In a group of processes what fails in one ends the calls of all, and no visitor may watch (Code::unimplemented):
-/// each process has a part of what a site makes.
+/// In a group of processes a failure in one ends the calls of all. A group refuses a visitor (Code::unimplemented), since
+/// each process holds only its part of a site's tensor.
 class Model final : public ModelRunner, public ExactRuns {
  public:
   struct Options {

@@ -50,7 +50,7 @@ std::string python_command(const std::string& directory, const std::string& prom
                         fits ? prompt : std::string("TEXT")});
 }
 
-/// The group that torchrun's variables name.
+/// Joins the group of processes that torchrun's environment variables describe.
 Result<std::shared_ptr<RankGroup>> join_group() {
   constexpr double patience_s = 300;  // some processes load their weights later than others
   CF_TRY_ASSIGN(const RankEnvironment environment, rank_environment());

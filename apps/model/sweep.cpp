@@ -31,7 +31,7 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point begun) { return std::chrono::duration<double>(Clock::now() - begun).count(); }
 
-/// The path of a folder without links. What is no folder is refused where it is read.
+/// A folder's path with its symbolic links resolved. A path that is no folder is refused later, where it is read.
 std::string real_path(const fs::path& path) {
   std::error_code error;
   const fs::path real = fs::weakly_canonical(path, error);

@@ -1,6 +1,6 @@
 #pragma once
-// Drafts: ids that may follow a sequence. A step verifies them together, and the sequence gets the ids that steps of one
-// token would have given it.
+// Drafts: guesses of a sequence's next ids. One step verifies a whole draft. The sequence gets the same ids as from steps
+// of one token.
 #include <cstdint>
 #include <functional>
 #include <span>

@@ -13,7 +13,7 @@ inline bool has_fp8(const ModelSpec& m, const LayerWeights& layer) {
   return found;
 }
 
-/// Refuses a model with an fp8 Linear, for a backend without kernels for it.
+/// Refuses a model that has an fp8 Linear: `backend` has no kernels for it. `name` is whose refusal it is.
 inline Status check_no_fp8(std::string_view name, std::string_view backend, const ModelSpec& m, const ModelWeights& w) {
   for (const LayerWeights& layer : w.layers)
     if (has_fp8(m, layer)) return no_fp8_kernels(name, backend);

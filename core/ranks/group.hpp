@@ -11,14 +11,14 @@
 
 namespace cf {
 
-/// Processes that share a model, joined by sockets: rank 0 listens, and each other rank has a connection to it. What
-/// they exchange goes through the host's memory, so that this is a wire for models on the CPU, and for what ranks on
-/// GPUs must agree on.
+/// Processes that share a model, joined by sockets: rank 0 listens, and each other rank has a connection to it. The bytes
+/// of an exchange lie in host memory. The group carries the sums of models on the CPU, and what ranks on GPUs must agree
+/// on.
 /// A rank that fails, ends or does not answer ends the group: every rank's call then returns one line that names that
-/// rank and the reason, and so do all later calls. Rank 0 waits no longer than the options say, and the others twice as
-/// long for rank 0, which may be waiting for another rank.
-/// Whoever reaches the port can join: it belongs into a network that is trusted, as torch's store does. All hosts have
-/// the same order of bytes.
+/// rank and the reason, and so do all later calls. Rank 0 waits for a rank as long as the options say. The other ranks
+/// wait twice as long for rank 0, since rank 0 may itself be waiting.
+/// The group has no authentication: any program that reaches the port can join, as with torch's store. The network must
+/// be trusted. All hosts have the same byte order.
 class RankGroup {
  public:
   struct Options {

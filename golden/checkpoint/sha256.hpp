@@ -28,7 +28,7 @@ class Sha256 {
   std::uint64_t bytes_ = 0;
 };
 
-/// Bytes as two hexadecimal digits each, in small letters.
+/// Each byte as two lowercase hexadecimal digits.
 std::string hex_of(std::span<const std::uint8_t> bytes);
 
 /// The SHA-256 of bytes in hexadecimal digits.
