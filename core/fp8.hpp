@@ -11,7 +11,8 @@
 namespace cf {
 
 /// A float8 with 4 bits of exponent and 3 of mantissa as stored bits: torch.float8_e4m3fn, "F8_E4M3" in safetensors.
-/// With e = bits 6 to 3 and m = bits 2 to 0 it is +-(8 + m) 2^(e - 10), or +-m 2^-9 where e is 0. The largest is 448.
+/// Bits 6 to 3 are the exponent field e, bits 2 to 0 the mantissa m, and bit 7 is the sign. The value is
+/// +-(8 + m) 2^(e - 10) where e > 0, and +-m 2^-9 where e = 0. The largest is 448.
 /// There is no infinity; 0x7f and 0xff are NaN. Source: Micikevicius et al. 2022 (arXiv:2209.05433).
 struct e4m3 {
   std::uint8_t bits;

@@ -24,7 +24,7 @@ struct ModelBytes {
 /// A whole model on the CPU: in float64 the oracle, in float32 the fast backend. Weights are read as they are stored,
 /// where they lie. With a prompt's tokens many rows share a product (Eigen); a step of few slots reads each weight once
 /// for all of them. The same calls give the same bits on any number of threads.
-/// In a group of processes a failure in one ends the calls of all. A group refuses a visitor (Code::unimplemented), since
+/// In a group of processes a failure in one ends the calls of all. A group refuses a visitor (Code::unimplemented):
 /// each process holds only its part of a site's tensor.
 class Model final : public ModelRunner, public ExactRuns {
  public:

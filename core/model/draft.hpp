@@ -1,6 +1,6 @@
 #pragma once
-// Drafts: guesses of a sequence's next ids. One step verifies a whole draft. The sequence gets the same ids as from steps
-// of one token.
+// Drafts: guesses of a sequence's next ids. One step verifies a whole draft. The sequence gets the same ids as from
+// steps of one token.
 #include <cstdint>
 #include <functional>
 #include <span>

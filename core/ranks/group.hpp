@@ -11,9 +11,9 @@
 
 namespace cf {
 
-/// Processes that share a model, joined by sockets: rank 0 listens, and each other rank has a connection to it. The bytes
-/// of an exchange lie in host memory. The group carries the sums of models on the CPU, and what ranks on GPUs must agree
-/// on.
+/// Processes that share a model, joined by sockets: rank 0 listens, and each other rank has a connection to it. The
+/// bytes of an exchange lie in host memory. The group carries the sums of models on the CPU, and what ranks on GPUs
+/// must agree on.
 /// A rank that fails, ends or does not answer ends the group: every rank's call then returns one line that names that
 /// rank and the reason, and so do all later calls. Rank 0 waits for a rank as long as the options say. The other ranks
 /// wait twice as long for rank 0, since rank 0 may itself be waiting.
@@ -40,7 +40,7 @@ class RankGroup {
   std::int64_t ranks() const;
   /// What ended the group; ok while it lasts.
   const Status& status() const;
-  /// As in the options, from now on.
+  /// Replaces Options::check from now on.
   void check_between(std::function<Status()> check);
 
   /// An exchange: all ranks' bytes, side by side in the order of the ranks. All ranks make the same exchanges in the

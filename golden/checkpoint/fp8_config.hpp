@@ -29,7 +29,7 @@ bool is_fp8_config(std::string_view text);
 
 /// Reads a quantization_config's text:
 ///   quant_method "fp8" (DeepSeek-V3, Qwen3-FP8)  weight_block_size [128, 128], scales in weight_scale_inv; fmt "e4m3"
-///   "fbgemm_fp8" (Llama-3.1)                     a scale a channel in weight_scale
+///   "fbgemm_fp8" (Llama-3.1)                     one scale a channel, in weight_scale
 ///   "compressed-tensors", format "float-quantized" or "naive-quantized" (vLLM's llm-compressor)
 ///                                                in weight_scale, by the one config group's weights.strategy "tensor",
 ///                                                "channel" or "block" with block_structure [128, 128]
