@@ -99,7 +99,8 @@ struct RankedModel::State {
   std::vector<int> devices;
   std::unique_ptr<Communicator> communicator;
   std::vector<std::unique_ptr<Model>> models;
-  Status broken;  // what failed first
+  ModelBytes taken{};  // by a rank
+  Status broken;       // what failed first
   bool is_watched = false;
   Check check;
   Decisions decisions;
@@ -136,6 +137,8 @@ Result<std::unique_ptr<RankedModel>> RankedModel::create(std::span<const int> de
     const bool alike = std::ranges::all_of(made, [&](const Status& m) { return m.message() == made[0].message(); });
     return alike ? made[0] : Status::error(made[rank].code(), rank_name(rank, devices) + ": " + made[rank].message());
   }
+  s.taken = s.first().bytes();
+  s.taken.workspace += double(s.communicator->device_bytes());
   return std::unique_ptr<RankedModel>(new RankedModel(std::move(state)));
 }
 
@@ -163,7 +166,7 @@ Status RankedModel::check_memory(std::span<const int> devices, const std::string
 
 std::int64_t RankedModel::ranks() const { return std::int64_t(state_->models.size()); }
 Impl RankedModel::impl() const { return state_->first().impl(); }
-const ModelBytes& RankedModel::bytes() const { return state_->first().bytes(); }
+const ModelBytes& RankedModel::bytes() const { return state_->taken; }
 const ModelSpec& RankedModel::model() const { return state_->spec; }
 std::int64_t RankedModel::slots() const { return state_->first().slots(); }
 std::int64_t RankedModel::capacity() const { return state_->first().capacity(); }
