@@ -264,8 +264,7 @@ __device__ void multiply_products(const WgmmaCall& c, Copy copy, Multiply multip
   const int warp = same_in_warp(threadIdx.x / 32), rank = c.splits > 1 ? cluster_rank() : 0;
   const int first_row = int(blockIdx.x) / c.splits * kLinearWgmmaTileRows;
   ClusterInbox inbox(&arrived);
-  const auto meet = [&] {
-    named_barrier(2, Threads);  // no warp reads the ring any more; __syncthreads() may not lie in two branches
+  const auto connect = [&] {
     if (c.splits > 1) {
       inbox.open();
       inbox.connect();
@@ -274,13 +273,15 @@ __device__ void multiply_products(const WgmmaCall& c, Copy copy, Multiply multip
   if (warp >= kLinearWgmmaWarps) {
     if constexpr (Threads == kWgmmaMostThreads) give_registers<kWgmmaCopyRegisters>();
     if (warp == kLinearWgmmaWarps) copy(ring, rank, first_row);
-    meet();
+    arrive_at_named_barrier(2, Threads);
+    connect();
     return;
   }
   if constexpr (Threads == kWgmmaMostThreads) take_registers<kWgmmaRegisters>();
   float sum[Products][Tokens / 2] = {};
   multiply(ring, rank, first_row, sum);
-  meet();
+  named_barrier(2, Threads);  // no warp reads the ring any more
+  connect();
   const Parts<Tokens, Products> parts{reinterpret_cast<float*>(ring.first), c.splits};
   const int owner = warp * c.splits / kLinearWgmmaWarps;
 #pragma unroll
