@@ -132,7 +132,7 @@ constexpr PackedTilesPlan packed_tiles_layout(const Arch& arch, const GptqLayout
 
 /// The tile with the shortest rounds, counted in tokens. What a step takes beside its products counts as
 /// kPackedTilesStepTokens more; among equals the widest tile reads the least.
-inline constexpr int kPackedTilesStepTokens = 48;
+inline constexpr int kPackedTilesStepTokens = 120;
 constexpr PackedTilesPlan packed_tiles_plan(const Arch& arch, const GptqLayout& layout, std::int64_t tokens,
                                             std::int64_t rows) {
   PackedTilesPlan best = packed_tiles_layout(arch, layout, tokens, rows, 128);

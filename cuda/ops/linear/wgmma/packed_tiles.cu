@@ -73,21 +73,53 @@ __device__ void copy_tiles(const PackedRing<Tokens>& ring, const PackedTilesCall
   for (int i = 0; i < ring.stages; ++i, slot.next(ring.stages)) wait_barrier(ring.empty + slot.stage, slot.parity ^ 1);
 }
 
-/// Finishes eight rows of a token. `row` is the first of them, as the matrix is packed.
-template <class T, bool Gated>
-__device__ void finish_eight(const PackedTilesCall& c, int token, int row, float (&v)[kVec]) {
-  const LinearOutput& to = c.output;
-  const bool in_order = c.weight.pairs.head_dim == 0;
-  if (to.bias) {
-    float added[kVec];
+/// Where eight packed rows lie in the output: beside each other; as two runs of four, the first and the second elements
+/// of pairs that RoPE turns; or apart. Also their biases.
+struct OutputRows {
+  int rows[kVec];
+  float bias[kVec];
+  bool in_order = true, in_halves;
+
+  __device__ OutputRows(const PackedTilesCall& c, int first) {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) {
+      rows[e] = c.weight.pairs.row(first + e);
+      in_order = in_order && rows[e] == first + e;
+    }
+    in_halves = rows[0] % (kVec / 2) == 0 && rows[1] % (kVec / 2) == 0;
+#pragma unroll
+    for (int e = 2; e < kVec; ++e) in_halves = in_halves && rows[e] == rows[e % 2] + e / 2;
+    if (!c.output.bias) return;
     if (in_order)
-      load_vec(to.bias, to.bias_dtype, row, added);
+      load_vec(c.output.bias, c.output.bias_dtype, first, bias);
     else
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) added[e] = from_bits(bias_bits(to, c.weight.pairs.row(row + e)), to.bias_dtype);
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) v[e] += added[e];
+      for (int e = 0; e < kVec; ++e) bias[e] = from_bits(bias_bits(c.output, rows[e]), c.output.bias_dtype);
   }
+
+  /// Stores the rows of a token, y.
+  template <class T>
+  __device__ void store(T* y, const float (&v)[kVec]) const {
+    if (in_order) {
+      store_vec_whole(y + rows[0], v);
+    } else if (in_halves) {
+      const float first[] = {v[0], v[2], v[4], v[6]}, second[] = {v[1], v[3], v[5], v[7]};
+      store_few(y + rows[0], first);
+      store_few(y + rows[1], second);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) y[rows[e]] = from_float<T>(v[e]);
+    }
+  }
+};
+
+/// Finishes eight rows of a token. `row` is the first of them, as the matrix is packed.
+template <class T, bool Gated>
+__device__ void finish_eight(const PackedTilesCall& c, int token, int row, const OutputRows& at, float (&v)[kVec]) {
+  const LinearOutput& to = c.output;
+  if (to.bias)
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) v[e] += at.bias[e];
   if constexpr (Gated) {
     float of_pairs[kVec / 2];
     apply_gates(v, of_pairs);
@@ -100,12 +132,7 @@ __device__ void finish_eight(const PackedTilesCall& c, int token, int row, float
       for (int e = 0; e < kVec; ++e) v[e] += added[e];
     }
     apply(to.epilogue, v);
-    if (in_order)
-      store_vec_whole(static_cast<T*>(to.y) + token * to.out + row, v);
-    else
-#pragma unroll
-      for (int e = 0; e < kVec; ++e)
-        static_cast<T*>(to.y)[token * to.out + c.weight.pairs.row(row + e)] = from_float<T>(v[e]);
+    at.store(static_cast<T*>(to.y) + token * to.out, v);
   }
 }
 
@@ -118,6 +145,7 @@ __device__ void finish_tile(const PackedTilesCall& c, int first_token, int row, 
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int of_token = lane % kPackedTilesChunk, of_row = lane / kPackedTilesChunk * kVec;
   const bool has_rows = row + of_row < c.output.out * (Gated ? 2 : 1);
+  const OutputRows at(c, has_rows ? row + of_row : 0);
 #pragma unroll 1
   for (int i = 0; i < Tokens / kPackedTilesChunk; ++i) {
     __syncwarp();  // the chunk before is read
@@ -132,7 +160,7 @@ __device__ void finish_tile(const PackedTilesCall& c, int first_token, int row, 
     if (token >= c.tokens || !has_rows) continue;
     float v[kVec];
     load_vec(chunk + of_token * pitch + of_row, v);
-    finish_eight<T, Gated>(c, token, row + of_row, v);
+    finish_eight<T, Gated>(c, token, row + of_row, at, v);
   }
 }
 #endif
