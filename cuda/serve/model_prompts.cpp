@@ -15,13 +15,17 @@ Result<GraphExec> Model::State::chunk_graph(const ModelTensors& t) {
   const auto record = [&](DataflowCapture& graph) {
     CF_TRY_ASSIGN(Program program, record_model(spec, weights.model_weights(), t));
     program = with_rope_append(with_all_reduce(std::move(program), spec));
+    std::vector<LaunchList> launches;
+    bool calls_library = false;  // in the layers
     for (Node& node : program.nodes) {
       // The final LayerNorm reads the last rows of the layers' output. A graph knows tensors by their first byte.
       if (node.at.site.id == SiteId::final_layer_norm) node.reads = {layers_output.data};
-      LaunchList launches = graph.launches({.early = true});
-      CF_TRY(name_site(node.at, prepare(node, launches)));
-      CF_TRY(graph.add(node.reads, node.writes, launches, true));
+      CF_TRY(name_site(node.at, prepare(node, launches.emplace_back(graph.launches({.early = true})))));
+      calls_library = calls_library || (node.at.layer >= 0 && launches.back().has_calls());
     }
+    // A kernel that starts early holds SMs while it waits. A library's products in the other branch need them more.
+    for (std::size_t i = 0; i < launches.size(); ++i)
+      CF_TRY(graph.add(program.nodes[i].reads, program.nodes[i].writes, launches[i], !calls_library));
     return Status();
   };
   return capture_dataflow(context, record, workspace.scratch());
