@@ -1,4 +1,5 @@
 // Caches in pages, windows and streams: the same bits as a contiguous cache's, and what a formula says by itself.
+#include <algorithm>
 #include <cmath>
 #include <numeric>
 
@@ -77,6 +78,48 @@ OP_TEST_CASE("Runs of any number and length write to pages of their own", "[ops]
             .activation = DType::f32};
     for (std::int64_t i = 0; i < count; ++i) s.runs.push_back({.sequence = count - i, .first_row = i});
     check_pages<TestType>(s, 16);
+  }
+  // Counts about the end of a page and of 64 rows, beside each other.
+  for (std::int64_t page : {16, 64}) {
+    Setup s{.model = model_for(TestType::name),
+            .load = {.batch = 8, .q_len = 65, .kv_len = 84, .capacity = 85},
+            .activation = DType::f64};
+    s.model.max_position_embeddings = s.load.capacity;
+    std::int64_t row = 0, sequence = s.load.batch;
+    for (std::int64_t count :
+         {std::int64_t(1), std::int64_t(63), std::int64_t(64), std::int64_t(65), page - 1, page, page + 1}) {
+      s.runs.push_back({.sequence = --sequence, .first_row = row, .count = count});
+      row += count;
+    }
+    check_pages<TestType>(s, page);
+  }
+}
+
+OP_TEST_CASE("A sequence whose pages are NaN spoils its own rows alone", "[ops][pages][runs]",
+             std::tuple<ops::Attention, ops::DecodeLayer>) {
+  const RowRun spoiled{.sequence = 0, .first_row = 1, .count = 5};
+  const Setup s{.model = model_for(TestType::name),
+                .load = {.batch = 5, .q_len = 20, .kv_len = 33, .capacity = 35},
+                .activation = DType::f64,
+                .runs = {{2, 0, 1}, spoiled, {3, 6, 20}, {1, 26, 3}}};
+  Problem<TestType> sound(s), beside(s);
+  Paged<TestType> pages(sound, 8), poisoned(beside, 8);
+  const auto result_of = [&](Problem<TestType>& p) {
+    require_run(p.args());
+    return p.tensor(
+        *std::ranges::find_if(p.blocks(), [](const auto& b) { return b.name == "y" || b.name == "output"; }));
+  };
+  const std::int64_t in_page = poisoned.k.size() / poisoned.k.shape()[0];
+  for (std::int64_t i = 0; i < 5; ++i)  // those of 33 entries
+    for (Tensor* pool : {&poisoned.k, &poisoned.v})
+      std::fill_n(pool->template as<double>() + poisoned.table[std::size_t(i)] * in_page, in_page, std::nan(""));
+  const Tensor expected = result_of(sound), got = result_of(beside);
+  REQUIRE(got.shape()[0] == 29);
+  const std::int64_t in_row = got.size() / got.shape()[0];
+  for (std::int64_t i = 0; i < got.size(); ++i) {
+    const std::int64_t row = i / in_row - spoiled.first_row;
+    const bool is_spoiled = row >= 0 && row < spoiled.count;
+    if (is_spoiled ? !std::isnan(got.at(i)) : got.at(i) != expected.at(i)) FAIL_CHECK("element " << i);
   }
 }
 
