@@ -801,7 +801,7 @@ def front(figures):
 
 
 def refuse_mixed(figures):
-    """Refuses records of a GPU that are not of one commit and one kind of GPU, or that are none."""
+    """Refuses a folder without records of a GPU, and records of several commits or kinds of GPU."""
     runs = figures.runs()
     if not runs:
         raise Refusal(f"{figures.directory}: expected records of a GPU, got none")

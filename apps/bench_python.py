@@ -38,7 +38,7 @@ from console import Refusal
 from peers import model_bench, model_peers, programs, timing
 
 PARTS = ("model", "ops", "clusterfusion")
-# The models that ClusterFusion's port has calls for, and how their names begin.
+# The models that ClusterFusion's port has calls for, and what the names of these calls begin with.
 PORTED = {"pythia-2.8b": "pythia_2b8", "pythia-6.9b": "pythia_6b9"}
 STEP_IMPLS = ("graph", "unfused")  # of a graph context, its own choice first
 LEAST_DELAY_CYCLES, MOST_DELAY_CYCLES = 1 << 24, 1 << 31  # of a GPU, about 8 ms and 1 s

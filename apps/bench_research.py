@@ -123,7 +123,7 @@ def time_swap(args, folder):
         copies.append(seconds(lambda: model._take(weights, paths[i % 2], eos))[0])
     model.close()
     measured = {"fresh_load_s": load_s, "swap_s": swaps, "read_and_check_s": reads, "copy_s": copies}
-    # A sweep reads the next revision while this one is evaluated, and waits for its copy alone.
+    # A sweep reads the next revision while it evaluates this one. Between the two it waits only for the copy.
     text = list(range(100, 612))
     made = cf_ops.sweep(paths, {"ppl": lambda m: m.perplexity(text, context=256)}, device=args.device)
     measured["sweep_read_s"] = [row.load_s for row in made.revisions]

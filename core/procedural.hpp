@@ -41,9 +41,9 @@ OwnedLayerWeights procedural_layer(const ModelSpec& m, DType dtype, std::int64_t
                                    WeightFormat linears = {});
 
 /// The procedural weights of a model. A tensor's name is that of checkpoints without its base ("gpt_neox.", "model."):
-/// the layers are those of procedural_layer(), and beside them a GPT-NeoX model has "embed_in.weight",
-/// "final_layer_norm.weight", "final_layer_norm.bias" and, where the embeddings are not tied, "embed_out.weight".
-/// Joined matrices are made as they are joined.
+/// the layers are those of procedural_layer(), and beside them are the embedding's, the last norm's and, where the
+/// embeddings are not tied, the LM head's. Those of GPT-NeoX are "embed_in.weight", "final_layer_norm.weight",
+/// "final_layer_norm.bias" and "embed_out.weight". Joined matrices are made as they are joined.
 OwnedModelWeights procedural_model(const ModelSpec& m, DType dtype, std::uint64_t seed, WeightFormat linears = {});
 
 /// Called with the bytes that are made so far and with those of all weights. An error ends the work.

@@ -27,8 +27,7 @@ Status refused(std::string what) { return Status::error(Code::invalid_argument, 
 /// Whether a tensor is among the activations of the walk that are made for each call and kept by no one.
 bool is_made(const TensorSpec& spec) { return spec.role == Role::output && spec.name != "output"; }
 
-/// The options with the capacity that streams need: the tokens that go through the model at once must leave what the
-/// first of them sees.
+/// The options, with a stream's capacity: room for the tokens of a pass beside what the first of them sees.
 Model::Options with_capacity(Model::Options o) {
   if (o.window > 0) o.capacity = stream_entries(o.stream(), std::max(o.chunk, o.slots));
   return o;

@@ -10,7 +10,7 @@
 namespace cf::apps {
 
 void let_waiting_threads_sleep() {
-  // The second and third are those of GCC's and of LLVM's OpenMP.
+  // OpenMP's own variable, GCC's and LLVM's.
   for (const char* name : {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})
     if (std::getenv(name)) return;
   std::vector<std::string> words;

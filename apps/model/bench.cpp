@@ -94,7 +94,7 @@ std::vector<Column> columns_of(bool scores, bool has_impl, bool has_joiner) {
   return columns;
 }
 
-/// The ids that the texts of a run have in all, where their number is not given.
+/// About so many ids are in the texts of a run where --texts is left out.
 constexpr std::int64_t kScoredIds = 8192;
 
 }  // namespace

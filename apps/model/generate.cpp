@@ -43,7 +43,7 @@ std::string finish_name(const Job& j) {
 /// Text needs a tokenizer's rules, which are Python's: the line that names the command for these words.
 std::string python_command(const std::string& directory, const std::string& prompt) {
   if (directory.empty()) return "--prompt: expected with --model: a preset has no tokenizer";
-  // A text of several lines cannot stand in one.
+  // The error is one line: a prompt of several lines is named by the word TEXT.
   const bool fits = std::none_of(prompt.begin(), prompt.end(), [](unsigned char c) { return c < ' '; });
   return "--prompt: Python encodes text, expected --prompt-ids here, or the command " +
          shell_command({"python3", "-m", "cf_ops", "generate", "--model", directory, "--prompt",

@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::int64_t kContext = 32, kSequence = 64;  // of a sequence that may be memorised: ids given, and all
 
-/// Takes ids as int64, little-endian, into a checksum.
+/// Adds ids to a checksum, each as eight bytes, little-endian.
 void add_ids(checkpoint::Sha256& sum, std::span<const std::int32_t> ids) {
   for (const std::int32_t id : ids) {
     std::uint8_t bytes[8];

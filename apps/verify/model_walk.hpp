@@ -46,8 +46,7 @@ Result<ModelWalk> walk_model(const golden::ModelGolden& file, const golden::Gold
 struct GenerationCheck {
   Comparison error;  // of the logits behind every id from the prompt's last on, but the last new one
   Budget budget;     // derived as walk_model()'s, from the dtype in which the runner stores
-  // With a greedy choice, of the new ids:
-  std::int64_t chosen = 0, same = 0, excused = 0;  // as in ModelWalk
+  std::int64_t chosen = 0, same = 0, excused = 0;  // of the new ids, as in ModelWalk; 0 where they were sampled
 
   bool ok() const { return error.within(budget) && same + excused == chosen; }
 };

@@ -39,7 +39,7 @@ struct Divergence {
   std::int64_t logits = 0;           // that were compared
   double error2 = 0, norm2 = 0;      // sums of squares: of the differences, and of the reference's logits
   std::optional<std::int64_t> diverged{};  // the first position where the largest logits differ
-  double margin = 0;                       // there: how far the reference's largest logit is above that of our choice
+  double margin = 0;                       // at that position: the reference's largest logit minus that of our choice
 
   double rel_l2() const;
 };

@@ -346,7 +346,7 @@ struct Decoder::State {
       std::vector<Run> with_all = plan.runs;
       with_all.push_back({.sequence = (*lease)[e.slot], .first_position = e.read, .count = rest});
       if (Status room = runner.check_room(with_all); !room) {
-        // Whoever runs makes room when it ends.
+        // The prompt waits for the room of a sequence that ends. Where none runs, that will not come.
         if (room.code() != Code::out_of_memory || (plan.runs.empty() && running().empty())) return room;
         lacked_room = true;
         break;

@@ -46,8 +46,8 @@ struct DecoderOptions {
   /// all prompts are read whole, in steps of their own: as many in a step as the runner takes in one pass. By default
   /// what the runner prefers; if it takes several prompts in a pass, they are then read as with 0 where no one runs.
   std::optional<std::int64_t> step_tokens{};
-  /// Whether a prompt that begins as a sequence in a slot does shares that one's full pages and is not read that far.
-  /// Without effect where the runner's cache has no pages.
+  /// Whether prompts share pages: one that begins with the ids of a sequence in a slot takes the full pages of these
+  /// ids from it, and is read from there on. Without effect where the runner's cache has no pages.
   bool share_prefixes = false;
 };
 
@@ -118,7 +118,7 @@ class Decoder {
   /// The logits (vocab) that a running sequence's last id was chosen from.
   Result<Tensor> logits(Sequence sequence);
 
-  /// What the slots' runner was when the decoder was made.
+  /// The runner's model and dtype, as they were when the decoder was made.
   const ModelSpec& model() const;
   DType activation() const;
 

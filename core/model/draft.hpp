@@ -45,7 +45,7 @@ struct DraftCounts {
   bool operator==(const DraftCounts&) const = default;
 };
 
-/// What a ModelRunner is besides that can verify drafts.
+/// A second base of those ModelRunners that can verify drafts.
 class ExactRuns {
  public:
   virtual ~ExactRuns() = default;

@@ -52,7 +52,7 @@ Status check_request(const ModelSpec& model, const ScoreRequest& request) {
                    std::to_string(request.next.size()));
   const auto is_known = [&](std::int32_t id) { return id >= 0 && id < vocab; };
   for (std::size_t i = 0; i < request.next.size(); ++i)
-    if (!std::ranges::all_of(request.next[i], is_known))  // a name for each row takes longer than its ids
+    if (!std::ranges::all_of(request.next[i], is_known))  // looked at first: to make the row's name takes longer
       return check_ids("score", "next[" + std::to_string(i) + "]", request.next[i], vocab);
   if (request.top < 0 || request.top > vocab)
     return refused("top: expected " + range(0, vocab) + ", got " + std::to_string(request.top));
@@ -196,7 +196,7 @@ void Scorer::State::plan() {
     if (by_piece.before(prompts[a], prompts[b])) return true;
     return !by_piece.before(prompts[b], prompts[a]) && a < b;
   });
-  std::vector<std::size_t> open;  // the passes of the last group that the prompt before has gone through, by piece
+  std::vector<std::size_t> open;  // for each piece of the prompt before: its pass, by number in the last group
   for (std::size_t i = 0; i < order.size(); ++i) {
     const ScorePrompt& prompt = prompts[order[i]];
     const std::int64_t shared = i == 0 ? 0 : by_piece.shared_pieces(prompts[order[i - 1]], prompt);

@@ -54,7 +54,7 @@ struct Peers {
   std::byte* memory[kMostRanks]{};  // each rank's exchange memory, at this rank's addresses
   std::uint64_t* report = nullptr;  // in the host's memory: the exchange that was given up, or 0
   std::uint64_t patience_ns = 0;    // how long a kernel waits for another rank
-  /// The host's: waits until all ranks' threads have called it as often. Null where one thread drives all ranks.
+  /// On the host: a barrier of the threads that drive the ranks. Null where one thread drives all of them.
   const std::function<Status()>* meet = nullptr;
 };
 

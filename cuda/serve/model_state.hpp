@@ -77,7 +77,8 @@ struct OwnTensors {
   View<std::int32_t, 1> prompt_lengths, chosen;        // (slots)
   AnyView<2> final_norm;
   AnyView<2> head_part;  // (slots, kRankHeadRows at most, vocab / ranks), of a rank: the logits that it makes of a step
-  // (slots, kPassLogits at most, vocab): a slot's row of `logits` is not aligned for every vocab.
+  // (slots, kPassLogits at most, vocab). The head writes here and not into a slot's row of `logits`, whose address is
+  // not aligned for every vocab.
   AnyView<2> prompt_logits;
   std::array<AnyView<2>, kLogitsBuffers> logits;               // (slots, vocab)
   std::array<View<std::int32_t, 1>, kLogitsBuffers> settings;  // SlotSampling of each slot, by the logits' buffer
@@ -207,7 +208,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Status put(const ModelTensors& t, ChunkKey key);
   /// Puts a chunk's ids, positions and length onto the stream, and then its launches.
   Status read_chunk(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
-  /// The chunk of these tensors as a graph.
+  /// The launches of a chunk with these tensors, as a graph.
   Result<GraphExec> chunk_graph(const ModelTensors& t);
   /// The chunk or pass of these tensors site by site, each with a call of `visit_site`.
   Status walk(const ModelTensors& t, const Visit& visit_site);
@@ -222,7 +223,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Result<AnyView<2>> rows_for_caller(std::int64_t rows);
   /// Copies rows to a caller's memory, of the device or the host.
   Status copy_rows(const AnyView<2>& to, const AnyView<2>& from, bool on_device);
-  /// The parts of a step: a prompt, and what decodes.
+  /// A step in two parts: read() puts a prompt onto the stream, decode() the sequences that decode.
   Status read(const StepPart& prompt, bool own, bool on_device);
   Status decode(std::span<const StepPart> parts, bool on_device);
 

@@ -257,7 +257,7 @@ class Pipeline {
   Status choose_now(std::span<const Draw> draws);
   Status read_launched(std::span<const Draw> draws);
   End end_of(const Draw& draw) const;
-  /// Whether a launch ends a draw's sequence for its choice, which is a stop id.
+  /// Whether a draw has chosen one of the stop ids that end its sequence inside a launch.
   bool has_stopped(const Draw& draw) const;
   Slot& slot_of(const Draw& draw) { return slots_[std::size_t(draw.slot)]; }
 

@@ -152,7 +152,8 @@ void read_kv_heads(Reading& r, const ConfigField& field) {
     read_member(r, field);
 }
 
-/// A head_dim of its own, where the family has one; elsewhere the config may say what follows from other sizes.
+/// Reads head_dim. Families in which it is asserted have heads of hidden_size / num_attention_heads elements: their
+/// config may give that number and no other.
 void read_head_dim(Reading& r, const ConfigField& field) {
   const std::string name(field.name);
   ModelConfig& m = r.m;

@@ -7,7 +7,7 @@
 namespace cf::checkpoint {
 namespace {
 
-/// What is missing inside a checkpoint is a fault of the checkpoint.
+/// Where a file or tensor is missing inside a checkpoint, the checkpoint is invalid; it is not "not found".
 Status fault_of(const Status& loaded) {
   return loaded.code() == Code::not_found ? Status::error(Code::invalid_file, loaded.message()) : loaded;
 }

@@ -156,7 +156,7 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-# hidden_act -> the function; that of "silu" is of the gate alone.
+# What a hidden_act computes. In a gated MLP it takes the gate alone, and the up product multiplies the result.
 FUNCTIONS = {"gelu": gelu_erf, "gelu_pytorch_tanh": gelu_tanh, "silu": silu}
 ACTIVATIONS = {name: FUNCTIONS[meant] for family in FAMILIES.values() for name, meant in family["activations"].items()}
 

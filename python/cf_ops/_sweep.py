@@ -288,7 +288,7 @@ def _measure(row: Revision, read: Any, loads: _Loads, metrics: Mapping[str, Metr
     except _ERRORS as error:
         row.error, row.metrics = _message(error), {}
         if isinstance(error, _core.CfError):
-            loads.close()  # what a device has failed in is not gone on with
+            loads.close()  # the next revision gets a new model: what this one's device holds is not known
     row.run_s = time.perf_counter() - begun
 
 

@@ -965,7 +965,7 @@ def run_known_rows(given: tuple[Any, ...], eps: float) -> Any:
 
 
 def remember_rows(given: tuple[Any, ...], eps: float, output: Any) -> None:
-    """Lets calls be known that are like one which has made ``output`` on a GPU."""
+    """Remembers a call that has made ``output`` on a GPU: run_known_rows() then runs calls like it."""
     x, residual, gamma, beta = given
     rows = [tensor.view(-1, tensor.shape[-1]) for tensor in (x, residual)]
     tensors = {"x": rows[0], "residual": rows[1], "gamma": gamma, "beta": beta}

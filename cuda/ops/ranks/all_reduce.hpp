@@ -10,7 +10,8 @@ Result<ExchangePlan> plan_all_reduce_words(const Target&, const ops::AllReduce::
 /// Exchanges of slices, two shots. Refuses what the other does.
 Result<ExchangePlan> plan_all_reduce_slices(const Target&, const ops::AllReduce::Args&);
 
-/// The launches need a list whose context is a rank's, as many ranks as the call has, and exchange memory for the part.
+/// Add the launches of one rank. The list's context is that rank's, the ranks are as many as the call says, and their
+/// exchange memory has room for the part.
 Status launch_all_reduce_parts(const ops::AllReduce::Args&, const ExchangePlan&, LaunchList&);
 Status launch_all_reduce_words(const ops::AllReduce::Args&, const ExchangePlan&, LaunchList&);
 Status launch_all_reduce_slices(const ops::AllReduce::Args&, const ExchangePlan&, LaunchList&);

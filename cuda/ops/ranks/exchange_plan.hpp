@@ -22,7 +22,7 @@ inline std::string to_string(const ExchangePlan& p) {
   return p.shots == 0 ? text : text + (p.shots == 1 ? ", one shot" : ", two shots");
 }
 
-/// So many threads, one for each item.
+/// A thread for each item, in blocks of `threads`.
 inline ExchangePlan plan_items(std::int64_t items, int threads, int shots) {
   return {.blocks = (items + threads - 1) / threads, .threads = threads, .shots = shots};
 }

@@ -137,7 +137,8 @@ def _is_idle(hook: Any) -> bool:
 
 
 def _is_own_forward(module: Module) -> bool:
-    """Whether the forward in a module's own dictionary is its class's: transformers 4.5x puts it back that way."""
+    """Whether the forward in a module's own dictionary is its class's. transformers 4.5x leaves it there where it has
+    undone a replacement of forward."""
     forward = module.__dict__["forward"]
     return bool(forward == type(module).forward.__get__(module))
 

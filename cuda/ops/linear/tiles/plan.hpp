@@ -94,8 +94,8 @@ constexpr LinearTilesPlan linear_tiles_layout(const Arch& arch, std::int64_t tok
   return p;
 }
 
-/// The shape with the shorter rounds, counted in features. If both are equal, warpgroups take tiles in turn: then the
-/// tensor cores wait for the last round's epilogue alone.
+/// The shape whose rounds have fewer features in all. Where they have as many, warpgroups take tiles in turn: one's
+/// epilogue then runs beside the other's products, and the tensor cores wait for the last round's epilogue alone.
 constexpr LinearTilesPlan linear_tiles_plan(const Arch& arch, std::int64_t tokens, std::int64_t out) {
   const LinearTilesPlan shared = linear_tiles_layout(arch, tokens, out, kLinearTilesShared),
                         in_turn = linear_tiles_layout(arch, tokens, out, kLinearTilesInTurn);

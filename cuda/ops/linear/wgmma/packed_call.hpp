@@ -45,8 +45,8 @@ struct PackedInput {
   std::int64_t columns;
 };
 
-/// x of a call, or what a launch that is added to the list makes of it: its columns in the order of the matrix's, in
-/// scratch memory.
+/// The x that the product of a call reads. For a matrix whose columns have an order of their own, this adds a launch
+/// that writes x in that order into scratch memory.
 Result<PackedInput> packed_input(const ops::Linear::Args& args, const PackedOperand& operand, LaunchList& launches);
 
 }  // namespace cf::cuda
