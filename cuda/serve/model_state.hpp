@@ -96,12 +96,12 @@ class TapCopies {
   Result<ModelRunner::Await> made() const;
 
  private:
-  struct Place {
+  struct Buffer {
     DeviceMemory memory;
     Event filled, free;
   };
   Stream stream_;
-  std::array<Place, 8> places_;
+  std::array<Buffer, 8> buffers_;
   std::size_t next_ = 0;
 };
 

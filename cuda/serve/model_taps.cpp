@@ -9,24 +9,24 @@ Status TapCopies::add(const Context& context, const ModelRunner::SiteTensor& ten
   if (bytes == 0) return {};
   if (!stream_) {
     CF_TRY_ASSIGN(stream_, make_stream());
-    for (Place& p : places_) {
-      CF_TRY_ASSIGN(p.filled, make_event());
-      CF_TRY_ASSIGN(p.free, make_event());
+    for (Buffer& b : buffers_) {
+      CF_TRY_ASSIGN(b.filled, make_event());
+      CF_TRY_ASSIGN(b.free, make_event());
     }
   }
-  Place& place = places_[next_++ % places_.size()];
-  if (bytes > place.memory.bytes()) {
-    CF_TRY(from_cuda(cudaEventSynchronize(place.free.get()), "cudaEventSynchronize"));
-    place.memory = {};
-    CF_TRY_ASSIGN(place.memory, DeviceMemory::create(context, bytes, "a tap of " + tensor.name));
+  Buffer& buffer = buffers_[next_++ % buffers_.size()];
+  if (bytes > buffer.memory.bytes()) {
+    CF_TRY(from_cuda(cudaEventSynchronize(buffer.free.get()), "cudaEventSynchronize"));
+    buffer.memory = {};
+    CF_TRY_ASSIGN(buffer.memory, DeviceMemory::create(context, bytes, "a tap of " + tensor.name));
   }
   CUstream_st* const main = context.stream();
-  CF_TRY(from_cuda(cudaStreamWaitEvent(main, place.free.get()), "cudaStreamWaitEvent"));
-  CF_TRY(copy_async(place.memory.data(), tensor.data, bytes, cudaMemcpyDeviceToDevice, main));
-  CF_TRY(from_cuda(cudaEventRecord(place.filled.get(), main), "cudaEventRecord"));
-  CF_TRY(from_cuda(cudaStreamWaitEvent(stream_.get(), place.filled.get()), "cudaStreamWaitEvent"));
-  CF_TRY(copy_async(to, place.memory.data(), bytes, cudaMemcpyDeviceToHost, stream_.get()));
-  return from_cuda(cudaEventRecord(place.free.get(), stream_.get()), "cudaEventRecord");
+  CF_TRY(from_cuda(cudaStreamWaitEvent(main, buffer.free.get()), "cudaStreamWaitEvent"));
+  CF_TRY(copy_async(buffer.memory.data(), tensor.data, bytes, cudaMemcpyDeviceToDevice, main));
+  CF_TRY(from_cuda(cudaEventRecord(buffer.filled.get(), main), "cudaEventRecord"));
+  CF_TRY(from_cuda(cudaStreamWaitEvent(stream_.get(), buffer.filled.get()), "cudaStreamWaitEvent"));
+  CF_TRY(copy_async(to, buffer.memory.data(), bytes, cudaMemcpyDeviceToHost, stream_.get()));
+  return from_cuda(cudaEventRecord(buffer.free.get(), stream_.get()), "cudaEventRecord");
 }
 
 Result<ModelRunner::Await> TapCopies::made() const {

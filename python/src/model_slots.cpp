@@ -7,9 +7,9 @@ namespace cf::python {
 
 ModelSlots::ModelSlots(const Weights& w, const cpu_ref::Model::Options& options)
     : turns_(std::make_shared<Turns>()), spec_(w.config.spec()), activation_(options.activation) {
-  if (w.place != Place::host)
+  if (w.memory != Memory::host)
     refuse(std::string("weights: expected them in the memory of the host, got ") +
-           (w.place == Place::device ? "a device's" : "none: drop_values() gave it back"));
+           (w.memory == Memory::device ? "a device's" : "none: drop_values() gave it back"));
   std::unique_ptr<cpu_ref::Model> model = take([&]() -> Result<std::unique_ptr<cpu_ref::Model>> {
     const WithoutGil without_gil;
     CF_TRY(cpu_ref::Model::check_memory(w.config.name, w.config, options));

@@ -31,7 +31,7 @@ Status SharedModel::close() {
 }
 
 Status SharedModel::swap(const Weights& weights) {
-  if (weights.place != Place::host)
+  if (weights.memory != Memory::host)
     return Status::error(Code::invalid_argument, "swap: expected weights in the memory of the host, got others");
   if (const std::int64_t leased = slots() - free_slots(); leased > 0)
     return Status::error(Code::invalid_argument,
@@ -55,8 +55,8 @@ std::shared_ptr<SharedModel> make_shared_model(const Weights& w, int device, std
                                                std::int64_t chunk, const std::string& impl, std::int64_t window,
                                                std::int64_t sinks, std::int64_t pages, std::int64_t page_entries,
                                                bool invariant, const std::vector<int>& devices) {
-  if (w.place == Place::none) refuse("weights: expected their values, got none: drop_values() gave them back");
-  const bool in_place = w.place == Place::device;
+  if (w.memory == Memory::none) refuse("weights: expected their values, got none: drop_values() gave them back");
+  const bool in_place = w.memory == Memory::device;
   DeviceModel made = take([&]() -> Result<DeviceModel> {
     const WithoutGil without_gil;
     return make_device_model(w.config.name, w.config.spec(), w.weights,
@@ -73,7 +73,8 @@ std::shared_ptr<SharedModel> make_shared_model(const Weights& w, int device, std
                               .pages = pages,
                               .page_entries = page_entries});
   }());
-  return std::make_shared<SharedModel>(std::move(made), devices.empty() ? device : devices.front(), in_place ? w.owner : nullptr);
+  return std::make_shared<SharedModel>(std::move(made), devices.empty() ? device : devices.front(),
+                                       in_place ? w.owner : nullptr);
 }
 
 }  // namespace
@@ -108,7 +109,8 @@ void bind_device(nb::module_& m) {
            "chunk"_a = 512, "impl"_a = "auto", "window"_a = 0, "sinks"_a = 0, "pages"_a = 0, "page_entries"_a = 64,
            "invariant"_a = false, "devices"_a = std::vector<int>(),
            "Copies the weights to the device, or reads in place those that lie there, and takes memory for a cache of "
-           "`slots` sequences of `capacity` entries. With several `devices` each has a part of the model. window, sinks, pages, page_entries and invariant are as on the "
+           "`slots` sequences of `capacity` entries. With several `devices` each has a part of the model. window, "
+           "sinks, pages, page_entries and invariant are as on the "
            "CPU. Raises ValueError for sizes below 1 and an unknown `impl`, "
            "NotImplementedError for what the impl "
            "or the backend does not take, MemoryError where the device's memory is not free, and CfError where there "

@@ -32,15 +32,15 @@ namespace {
 
 /// Loads all weights of a checkpoint. Looks at their values where they lie on the host; those of a model that the host
 /// runs must fit into its memory.
-Result<Weights> load(const checkpoint::ModelSource& source, Place place, bool runs_on_host,
+Result<Weights> load(const checkpoint::ModelSource& source, Memory memory, bool runs_on_host,
                      const WeightsProgress& progress = {}) {
   CF_TRY_ASSIGN(checkpoint::LoadedModel loaded, source.outline());
   if (runs_on_host) {
     const auto needed = double(loaded.bytes());
     CF_TRY(check_total_memory(needed, loaded.config.name + ": the weights need " + gigabytes(needed)));
   }
-  if (place == Place::host) CF_TRY(source.fill(loaded, progress));
-  return Weights{std::move(loaded), place};
+  if (memory == Memory::host) CF_TRY(source.fill(loaded, progress));
+  return Weights{std::move(loaded), memory};
 }
 
 /// Tells a Python function of how far weights have come, and lets Python handle signals. Work without the GIL calls it.
@@ -76,7 +76,7 @@ Weights open(const std::string& directory, bool for_gpu, const nb::object& progr
     const WithoutGil without_gil;
     CF_TRY_ASSIGN(const checkpoint::ModelSource source, checkpoint::ModelSource::open({.directory = directory}));
     if (for_gpu && source.is_fp8()) return no_fp8_kernels(source.config().name, "cuda");
-    return load(source, Place::host, !for_gpu, std::ref(tell));
+    return load(source, Memory::host, !for_gpu, std::ref(tell));
   }());
 }
 
@@ -91,7 +91,7 @@ Weights preset(const std::string& name, const std::string& dtype, std::uint64_t 
                   checkpoint::ModelSource::open({.preset = name, .dtype = *stored, .seed = seed}));
     CF_TRY_ASSIGN(checkpoint::LoadedModel loaded, source.load(std::ref(tell)));
     loaded.notes = {name + ": procedural weights, made of random numbers and not trained"};
-    return Weights{std::move(loaded), Place::host, true};
+    return Weights{std::move(loaded), Memory::host, true};
   }());
 }
 
@@ -133,14 +133,14 @@ Weights from_tensors(const std::string& config, const nb::dict& tensors, nb::obj
                   checkpoint::Checkpoint::from_memory(config, gptq, std::move(entries), kept, "tensors"));
     CF_TRY(opened.check_names());
     if (on_device) CF_TRY(opened.check_dense_whole());
-    return load(checkpoint::ModelSource(std::move(opened)), on_device ? Place::device : Place::host, false);
+    return load(checkpoint::ModelSource(std::move(opened)), on_device ? Memory::device : Memory::host, false);
   }());
 }
 
 /// Packs what is quantised for a model on a GPU, into memory that `allocate` gives, a function of a number of bytes
 /// that makes a tensor. From then on the weights are kept by that memory and by `owner`.
 void pack_weights(Weights& w, int device, std::uintptr_t stream, const nb::callable& allocate, nb::object owner) {
-  if (w.place != Place::device) refuse("weights: expected them on a device, got others");
+  if (w.memory != Memory::device) refuse("weights: expected them on a device, got others");
   nb::list kept;
   kept.append(owner);
   const ModelSpec spec = w.config.spec();

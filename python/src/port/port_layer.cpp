@@ -16,8 +16,8 @@ namespace nb = nanobind;
 namespace cf::python {
 namespace {
 
-/// The places of a call's tensors.
-enum Place : std::size_t {
+/// The tensors of a call, in their order.
+enum Argument : std::size_t {
   kInput,
   kCos,
   kSin,
@@ -35,7 +35,7 @@ enum Place : std::size_t {
   kUpBias,
   kDownWeight,
   kDownBias,
-  kPlaces
+  kArguments
 };
 constexpr const char* kGiven =
     "input, cos, sin, k_cache, v_cache, weight_qkv, bias_qkv, weight_o, bias_o, ln_weight, ln_bias, post_ln_weight, "
@@ -45,7 +45,7 @@ constexpr std::int64_t kSpareEntries =
 constexpr std::int64_t kAlignment = 128;  // elements, 256 bytes: where each part of a block of memory begins
 constexpr std::uintptr_t kVectorBytes = 16;
 
-using Call = std::array<TorchTensor, kPlaces>;
+using Call = std::array<TorchTensor, kArguments>;
 
 template <class... Size>
 bool has_shape(const TorchTensor& t, Size... sizes) {
@@ -55,20 +55,20 @@ bool has_shape(const TorchTensor& t, Size... sizes) {
 
 /// Whether the tensors are those of a call: all on one GPU, float16 but for cos and sin, of the model's shapes.
 bool fits(const ModelShape& s, const Call& given) {
-  for (std::size_t i = 0; i < kPlaces; ++i) {
+  for (std::size_t i = 0; i < kArguments; ++i) {
     const bool is_table = i == kCos || i == kSin;
     if (given[i].device != given[kInput].device || given[i].dtype != (is_table ? kTorchF32 : kTorchF16)) return false;
   }
-  for (const Place table : {kCos, kSin}) {
+  for (const Argument table : {kCos, kSin}) {
     std::int64_t elements = 1;
     for (int i = 0; i < given[table].rank; ++i) elements *= given[table].shape[i];
     if (elements != s.head_dim) return false;
   }
-  for (const Place rows : {kKRows, kVRows})
+  for (const Argument rows : {kKRows, kVRows})
     if (given[rows].rank != 2 || given[rows].shape[0] != given[kKRows].shape[0] ||
         given[rows].shape[1] != s.hidden_size || given[rows].address % kVectorBytes)
       return false;
-  for (const Place row : {kOutBias, kNormGamma, kNormBeta, kPostNormGamma, kPostNormBeta, kDownBias})
+  for (const Argument row : {kOutBias, kNormGamma, kNormBeta, kPostNormGamma, kPostNormBeta, kDownBias})
     if (!has_shape(given[row], s.hidden_size)) return false;
   return has_shape(given[kInput], 1, s.hidden_size) && has_shape(given[kQkvWeight], s.qkv_size(), s.hidden_size) &&
          has_shape(given[kQkvBias], s.qkv_size()) && has_shape(given[kOutWeight], s.hidden_size, s.hidden_size) &&
@@ -130,16 +130,16 @@ std::int64_t PortLayer::spare_elements() const { return Parts(model_.shape, 0).e
 nb::object PortLayer::run(const nb::tuple& given, nb::handle length, nb::handle own, std::int64_t valid,
                           PortSteps* steps) {
   const Torch* const torch = Torch::find();
-  if (!torch || given.size() != kPlaces || !PyLong_CheckExact(length.ptr())) return nb::none();
+  if (!torch || given.size() != kArguments || !PyLong_CheckExact(length.ptr())) return nb::none();
   Call call;
-  for (std::size_t i = 0; i < kPlaces; ++i) {
+  for (std::size_t i = 0; i < kArguments; ++i) {
     const std::optional<TorchTensor> tensor = torch->read(given[i]);
     if (!tensor) return nb::none();
     call[i] = *tensor;
   }
   const ModelShape& s = model_.shape;
   if (s.head_dim % 8 || !fits(s, call)) return nb::none();
-  for (const Place rows : {kKRows, kVRows})
+  for (const Argument rows : {kKRows, kVRows})
     if (Torch::may_require_grad(given[std::size_t(rows)])) return nb::none();
   int overflow = 0;
   const std::int64_t tokens = PyLong_AsLongLongAndOverflow(length.ptr(), &overflow);
@@ -217,11 +217,11 @@ nb::object PortLayer::run(const nb::tuple& given, nb::handle length, nb::handle 
   point_at(t.mlp_act, at(parts.mlp_act), {1, s.intermediate_size});
   point_at(t.output, made[0].address, hidden);
   t.max_kv_len = tokens + 1;  // the plan of a GPU's attention follows from it, and not from the cache's room
-  const auto norm = [&](NormParams& params, Place gamma, Place beta) {
+  const auto norm = [&](NormParams& params, Argument gamma, Argument beta) {
     point_at(params.gamma, call[gamma].address, {s.hidden_size});
     point_at(params.beta, call[beta].address, {s.hidden_size});
   };
-  const auto linear = [&](LinearParams& params, Place weight, Place bias) {
+  const auto linear = [&](LinearParams& params, Argument weight, Argument bias) {
     DenseWeight dense;
     point_at(dense.weight, call[weight].address, {call[weight].shape[0], call[weight].shape[1]});
     params.weight = dense;
