@@ -84,8 +84,7 @@ class Model final : public ModelRunner, public ExactRuns {
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override;
   std::int64_t page_entries() const override { return pages_ ? options_.page_entries : 0; }
-  /// The pages of the pool that no slot has; 0 without pages.
-  std::int64_t free_pages() const { return pages_.free_pages(); }
+  std::int64_t free_pages() const override { return pages_.free_pages(); }
   Status check_room(std::span<const Run> runs) const override;
   Status fork(std::int64_t from, std::int64_t to, std::int64_t n) override;
   /// With `invariant` as many tokens as go through the model at once; else whole prompts, as a row's bits depend on

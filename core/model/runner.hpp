@@ -139,6 +139,8 @@ class ModelRunner {
   virtual bool runs_ahead(std::span<const Run>, std::span<const std::int32_t>) const { return false; }
   /// The entries of a page of the cache, whose pages all slots take from one pool; 0: each slot has entries of its own.
   virtual std::int64_t page_entries() const { return 0; }
+  /// Pages of the pool that no slot has; 0 without pages. A step that a device began early has its pages.
+  virtual std::int64_t free_pages() const { return 0; }
   /// Code::out_of_memory where too few pages are free for the entries that run() would write.
   virtual Status check_room(std::span<const Run>) const { return {}; }
   /// Gives a slot without entries the first n of another slot. They share pages, and each of the two gets a copy of a

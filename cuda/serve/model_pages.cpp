@@ -48,6 +48,7 @@ Result<bool> Model::State::make_room(std::span<const Token> next) {
 }
 
 std::int64_t Model::page_entries() const { return state_->pages ? state_->options.page_entries : 0; }
+std::int64_t Model::free_pages() const { return state_->pages.free_pages(); }
 
 Status Model::check_room(std::span<const Run> runs) const {
   const State& s = *state_;

@@ -176,6 +176,7 @@ std::int64_t RankedModel::length(std::int64_t slot) const { return state_->first
 std::int64_t RankedModel::pass_tokens() const { return state_->first().pass_tokens(); }
 std::int64_t RankedModel::preferred_step_tokens() const { return state_->first().preferred_step_tokens(); }
 std::int64_t RankedModel::page_entries() const { return state_->first().page_entries(); }
+std::int64_t RankedModel::free_pages() const { return state_->first().free_pages(); }
 Status RankedModel::check_room(std::span<const Run> runs) const { return state_->first().check_room(runs); }
 bool RankedModel::runs_ahead(std::span<const Run> runs, std::span<const std::int32_t> ids) const {
   return state_->first().runs_ahead(runs, ids);

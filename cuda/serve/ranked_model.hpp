@@ -52,6 +52,7 @@ class RankedModel final : public ModelRunner {
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override;
   std::int64_t page_entries() const override;
+  std::int64_t free_pages() const override;
   Status check_room(std::span<const Run> runs) const override;
   Status fork(std::int64_t from, std::int64_t to, std::int64_t n) override;
   /// run() refuses while a visitor watches.

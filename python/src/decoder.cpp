@@ -197,9 +197,11 @@ class PythonDecoder {
     return take(slots_.look([&]() -> Result<std::int64_t> { return decoder_.free_slots(); }));
   }
   std::optional<std::int64_t> free_pages() {
-    const cpu_ref::Model* const model = slots_.on_cpu();
-    if (!model || model->page_entries() == 0) return std::nullopt;
-    return take(slots_.look([&]() -> Result<std::int64_t> { return model->free_pages(); }));
+    return take(slots_.look([&]() -> Result<std::optional<std::int64_t>> {
+      CF_TRY_ASSIGN(const ModelRunner* const runner, slots_.lease()->runner());
+      if (runner->page_entries() == 0) return std::optional<std::int64_t>();
+      return std::optional(runner->free_pages());
+    }));
   }
 
  private:
@@ -292,7 +294,7 @@ void bind_decoder(nb::module_& m) {
       .def_prop_ro("active", &PythonDecoder::active, "Whether any sequence is running or waits.")
       .def_prop_ro("free_slots", &PythonDecoder::free_slots, "Slots that no sequence holds.")
       .def_prop_ro("free_pages", &PythonDecoder::free_pages,
-                   "Pages of the cache that no sequence holds. None where the cache has no pages, and on a GPU.");
+                   "Pages of the cache that no sequence holds. None where the cache has no pages.");
 }
 
 }  // namespace cf::python

@@ -210,14 +210,17 @@ TEST_CASE("pages on the GPU: what has no room is refused, and what no kernel tak
   const Small small;
   const auto model = small.model({.slots = 2, .capacity = 128, .pages = 2});
   CHECK(model->impl() == small.model({.slots = 2, .capacity = 128})->impl());
+  CHECK(model->free_pages() == 2);
   const Ids ids = ids_of(128, 2);
   require_ok(model->prefill(0, 0, std::span(ids).first(70)));
+  CHECK(model->free_pages() == 0);
   const std::string before = bits(taken(model->logits(0)));
   CHECK(refusal_fault(model->prefill(1, 0, std::span(ids).first(3)), Code::out_of_memory,
                       {"expected free ones for 3 more entries, got 0 of 2 pages of 64 entries"}) == "");
   CHECK(model->length(1) == 0);
   CHECK(bits(taken(model->logits(0))) == before);
   model->release(0);
+  CHECK(model->free_pages() == 2);
   require_ok(model->prefill(1, 0, std::span(ids).first(128)));
   const auto refused = [&](const Model::Options& o, Code code, std::string_view text) {
     return refusal_fault(small.try_model(o).status(), code, {text});
