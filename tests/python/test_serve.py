@@ -328,6 +328,7 @@ def test_health_and_metrics(server: Server) -> None:
         ({"prompt": ""}, "empty"),
         ({"prompt": [5000]}, ""),
         ({"extra_body": {"unheard_of": 1}}, "unheard_of"),
+        ({"extra_body": {"bad_words_token_ids": [[5]]}}, "bad_words_token_ids: expected none"),
     ],
 )
 def test_a_refusal_says_what_was_expected(server: Server, options: dict[str, Any], message: str) -> None:

@@ -92,6 +92,7 @@ def test_what_changes_logits_is_passed_on() -> None:
         ({"stop_conditions": {"max_thinking_tokens": 1}}, "max_thinking_tokens: expected none"),
         ({"sampling_options": {"best_of": 2}}, "best_of: expected 1.*got 2"),
         ({"sampling_options": {"guided_decoding": {"json": {}}}}, "guided_decoding: expected none"),
+        ({"extra_args": {"sampling_options": {"allowed_token_ids": [5]}}}, "allowed_token_ids: expected none"),
         ({"sampling_options": {"n": 129}}, "n: expected 1 to 128, got 129"),
         (
             {"output_options": {"prompt_logprobs": 1}, "stop_conditions": {"stop": ["x"]}},

@@ -20,6 +20,7 @@ _UNSUPPORTED: dict[str, dict[str, Any]] = {
         "guided_decoding": None,
     },
     "stop_conditions": {"max_thinking_tokens": None},
+    "vllm": {"detokenize": True, "allowed_token_ids": None, "bad_words_token_ids": None, "logprob_token_ids": None},
 }
 _BIAS = "logit_bias:"
 
@@ -45,8 +46,9 @@ def read_request(request: Mapping[str, Any], capacity: int, most_choices: int = 
     alone. Without a seed it gets one that nobody can guess. Raises Refused.
     """
     sampling, stop = request.get("sampling_options") or {}, request.get("stop_conditions") or {}
+    groups = {**request, "vllm": (request.get("extra_args") or {}).get("sampling_options")}
     for group, neutral in _UNSUPPORTED.items():
-        given = request.get(group) or {}
+        given = groups.get(group) or {}
         for name, value in neutral.items():
             if given.get(name) not in (None, value):
                 expected = "none" if value is None else value
