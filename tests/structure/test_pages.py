@@ -89,6 +89,12 @@ class Pages(unittest.TestCase):
         rows = re.search(r"^\| word \| meaning \|\n\|---\|---\|\n((?:\|.*\n)+)", text, re.MULTILINE).group(1)
         self.assertLessEqual(len(rows.splitlines()), 25)
 
+    def test_the_note_for_who_updates_is_short(self):
+        text = read(os.path.join(ROOT, "CHANGELOG.md"))
+        for note in re.findall(r"^The installed API changes\. From [\d.]+:\n\n((?:.+\n)+)", text, re.MULTILINE):
+            self.assertLessEqual(len(note.splitlines()), 15)
+        self.assertIn("The installed API changes. From", text)
+
     def test_anchors_are_those_of_headings(self):
         self.assertEqual(anchors("# A b\n```sh\n# no\n```\n## The layer's end, two\n"), {"a-b", "the-layers-end-two"})
 
