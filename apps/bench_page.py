@@ -526,6 +526,39 @@ def python(figures):
     return [*about, *picture, *bench_python.tables(rest), *of_port]
 
 
+def users(figures):
+    """The server beside the decoder alone, and what researchers ask of the package."""
+    lines = []
+    if serve := figures["serve-pythia-2.8b"]:
+        alone, http, kill = (serve[part] for part in ("decoder", "http", "kill"))
+        rows = [
+            [what, *(f"{of[key]:,.{digits}f}" for of in (alone, http)), more]
+            for what, key, digits, more in (
+                ("ids a second", "ids_per_s", 0, f"{100 * serve['ids_per_s_over_decoder']:.0f} %"),
+                ("ms to the first id, median", "ttft_ms_p50", 1, f"+ {serve['ttft_ms_more'][0]:.1f}"),
+                ("ms to the first id, 99 %", "ttft_ms_p99", 1, f"+ {serve['ttft_ms_more'][1]:.1f}"),
+            )
+        ]
+        after = (
+            f"A worker that was killed under this load: its requests had all ended after {kill['all_ended_s']:.1f} s, and "
+            f"the next answer came after {kill['next_answer_s']:.1f} s."
+        )
+        lines += [*table(["64 at once", "decoder alone", "over HTTP", "beside it"], rows), "", after, ""]
+    if research := figures["research-pythia-2.8b"]:
+        memorize, swap, taps = (research[part] for part in ("memorize", "swap", "taps"))
+        rows = [
+            [f"sequences a second, 32 ids in and 32 out, {memorize['slots']:,} at once",
+             f"{memorize['sequences_per_s']:,.0f}", f"{100 * memorize['over_decoder_alone']:.0f} % of the decoder's alone"],
+            ["s to swap to weights in the page cache", f"{min(swap['swap_s']):.2f}",
+             f"{min(swap['copy_s']):.2f} where they were read meanwhile; a fresh load {swap['fresh_load_s']:.2f}"],
+            [f"ids a second, {taps['taps']} residuals of each to a file, 16 bits", f"{taps['ids_per_s']:,.0f}",
+             f"{100 * taps['over_prefill']:.0f} % of the prefill's; one residual {100 * taps['one_tap_over_prefill']:.0f} %"],
+        ]  # fmt: skip
+        lines += [*table(["what", "figure", "beside"], rows), ""]
+    names = [name for name in ("serve-pythia-2.8b", "research-pythia-2.8b") if figures[name]]
+    return [*lines, figures.sources(names)] if names else ["Not recorded."]
+
+
 def python_headline(figures, beside):
     """A token's time from Python, with the picture's path as seen from the folder `beside`."""
     report = figures["python-pythia-2.8b"]
@@ -623,6 +656,14 @@ tensors; a layer's and a step's time from call to call has the device's work in 
 [whole models](#tokens-from-a-whole-model).
 
 {python}
+
+## Served, and asked by researchers
+
+Pythia-2.8B, float16. `python -m cf_ops serve` with 64 clients on loopback for two minutes, beside the same load through
+the decoder alone; then `memorize`, `swap` and `activations` of `cf_ops`. `scripts/bench_gpu --only users data/bench`
+records them again, where the [server](../../python/SERVING.md) is installed.
+
+{users}
 
 ## How far tokens are from float64
 
@@ -756,8 +797,8 @@ def contents(text):
 
 
 def page(figures):
-    parts = (ways_to_step, gpu_model, many, python, quality, batches, same_bits, quantised, int4, ablation, growth, peers,
-             cpu_model, cpu_busy, not_measured, commands)  # fmt: skip
+    parts = (ways_to_step, gpu_model, many, python, users, quality, batches, same_bits, quantised, int4, ablation, growth,
+             peers, cpu_model, cpu_busy, not_measured, commands)  # fmt: skip
     made = {part.__name__: "\n".join(part(figures)) for part in parts}
     text = PAGE.format(**made, gpu=figures.gpu, commits=commits(figures), contents=contents(PAGE))
     code, lines = False, []

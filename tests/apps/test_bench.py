@@ -1228,6 +1228,46 @@ class Page(Files):
         self.assertIn("scripts/bench_gpu --only peers", bench_page.result(bench_page.Figures(directory))[0])
         self.assertEqual(bench_page.headline(bench_page.Figures(directory)), [])
 
+    def test_the_server_and_what_researchers_ask_have_a_table_each(self):
+        self.assertEqual(bench_page.users(bench_page.Figures(self.directory)), ["Not recorded."])
+        serve = {
+            "decoder": {"ids_per_s": 16000.4, "ttft_ms_p50": 20.0, "ttft_ms_p99": 40.0},
+            "http": {"ids_per_s": 14400.4, "ttft_ms_p50": 24.5, "ttft_ms_p99": 52.25},
+            "kill": {"all_ended_s": 0.61, "next_answer_s": 7.04},
+            "ids_per_s_over_decoder": 0.9,
+            "ttft_ms_more": [4.5, 12.25],
+        }
+        research = {
+            "memorize": {"slots": 1024, "sequences_per_s": 1234.5, "over_decoder_alone": 0.97},
+            "swap": {"swap_s": [1.21, 1.19], "copy_s": [0.3, 0.25], "fresh_load_s": 2.5},
+            "taps": {"taps": 33, "ids_per_s": 61000.0, "over_prefill": 0.61, "one_tap_over_prefill": 0.9},
+        }
+        about = {"gpu": "NVIDIA H200", "commit": "abc"}
+        for name, report in (("serve", serve), ("research", research)):
+            command = {"command": f"bench_{name}.py --json /root/x.json"}
+            self.write(f"{name}-pythia-2.8b.json", json.dumps(about | command | report))
+        figures = bench_page.Figures(self.directory)
+        self.assertEqual(bench_page.users(figures), [
+            "| 64 at once | decoder alone | over HTTP | beside it |",
+            "|---|---:|---:|---:|",
+            "| ids a second | 16,000 | 14,400 | 90 % |",
+            "| ms to the first id, median | 20.0 | 24.5 | + 4.5 |",
+            "| ms to the first id, 99 % | 40.0 | 52.2 | + 12.2 |",
+            "",
+            "A worker that was killed under this load: its requests had all ended after 0.6 s, and the next answer came "
+            "after 7.0 s.",
+            "",
+            "| what | figure | beside |",
+            "|---|---:|---:|",
+            "| sequences a second, 32 ids in and 32 out, 1,024 at once | 1,234 | 97 % of the decoder's alone |",
+            "| s to swap to weights in the page cache | 1.19 | 0.25 where they were read meanwhile; a fresh load 2.50 |",
+            "| ids a second, 33 residuals of each to a file, 16 bits | 61,000 | 61 % of the prefill's; one residual 90 % |",
+            "",
+            "[`serve-pythia-2.8b.json`](serve-pythia-2.8b.json); [`research-pythia-2.8b.json`](research-pythia-2.8b.json).",
+        ])  # fmt: skip
+        typed = [f"apps/bench_{name}.py --json data/bench/{name}-pythia-2.8b.json" for name in ("serve", "research")]
+        self.assertEqual(bench_page.commands(figures), ["```sh", *typed, "```"])
+
     def test_a_command_can_be_typed(self):
         for recorded, lines in (
             ("b/cf-layer --json /root/x.json --impl graph",

@@ -495,8 +495,8 @@ class BenchGpu(Scripts):
         scratch = os.path.join(self.root, "scratch")  # the calls that name it are the same in each run
         self.stub("bin/mktemp", f"mkdir {scratch} && echo {scratch}", log=False)
         for name in ("apps/bench_peers.py", "apps/plot_bench.py", "apps/bench_page.py", "apps/bench_python.py",
-                     "apps/bench_busy.py", "apps/bench_record.py", "golden/tools/eval_hf.py",
-                     "golden/tools/make_checkpoints.py"):  # fmt: skip
+                     "apps/bench_busy.py", "apps/bench_record.py", "apps/bench_research.py", "apps/bench_serve.py",
+                     "golden/tools/eval_hf.py", "golden/tools/make_checkpoints.py"):  # fmt: skip
             self.stub(name, self.WRITE)
         result = self.run_script("bench_gpu", *arguments)
         self.assertTrue(os.path.isdir(os.path.join(self.root, "out")))
@@ -547,7 +547,8 @@ class BenchGpu(Scripts):
     def test_each_recorded_file_is_made_by_the_script(self):
         found = {name for name in os.listdir(os.path.join(ROOT, "data", "bench")) if name.endswith(".json")}
         self.assertGreater(len(found), 50)
-        made = [*self.files_of(), *self.files_of("--only", "cpu")]
+        made = [*self.files_of(), *self.files_of("--only", "users"), *self.files_of("--only", "cpu")]
+        self.assertEqual(self.files_of("--only", "users"), ["serve-pythia-2.8b", "research-pythia-2.8b"])
         self.assertEqual(sorted(found - {name + ".json" for name in made}), [])
 
     def test_gpus_measure_side_by_side_each_once_and_on_cores_of_its_own(self):
