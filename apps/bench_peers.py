@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Times decoding on a GPU beside what others make of the same work: torch op by op, the same in a CUDA graph, Hugging
 Face eager, Hugging Face with a static cache and torch.compile, cuBLAS's products, torch's sdpa and layer_norm,
-FlashInfer's attention over pages, torch's products with int4 weights and two kernels in Triton, against cf-layer and
-cf-op, which are called as programs in the same run. A row of an op that Triton has too says how many lines of code its
-kernel has.
+FlashInfer's attention over pages (of new tokens, and of prompts of --kv-len tokens), torch's products with int4
+weights and two kernels in Triton, against cf-layer and cf-op, which are called as programs in the same run. A row of
+an op that Triton has too says how many lines of code its kernel has.
 
 Weights are random, of Hugging Face's own initial scale, in float16. All layers are resident, so that each layer finds
 its weights cold. A step of the stack is the layers alone, without embedding and head; it sees kv_len cache entries, the
@@ -38,19 +38,19 @@ import console
 import dump_hf
 import golden_file
 import model_config
-from peers import int4_products, model_peers, timing
+from peers import int4_products, layer_bench, model_peers, timing
 from peers.int4_bench import Int4Bench
-from peers.layer_bench import OP_PEERS, Bench
+from peers.layer_bench import Bench
 from peers.model_bench import AGREEMENT_PRESETS, ModelBench
 from peers.programs import BUILD
-from peers.stacks import COMPILE_MODES, STACK_PEERS
+from peers.stacks import COMPILE_MODES
 
 NAME = os.path.basename(__file__)
 # What is timed, and the options that are about it alone or have a default of its own.
 DEFAULTS = {
     "layers": {
         "preset": "pythia-2.8b,pythia-6.9b",
-        "peers": ",".join((*STACK_PEERS, *OP_PEERS)),
+        "peers": ",".join(layer_bench.PEERS),
         "impl": "graph,persistent",
         "runs": 30,
         "warmup": 5,
@@ -152,7 +152,7 @@ def parse_arguments(argv):
             elif attribute not in DEFAULTS[args.what] and getattr(args, attribute) is not None:
                 raise console.Refusal(f"--{attribute.replace('_', '-')}: expected with --what {what}")
     peers = {
-        "layers": (*STACK_PEERS, *OP_PEERS),
+        "layers": layer_bench.PEERS,
         "model": tuple(model_peers.PEERS),
         "int4": tuple(int4_products.PEERS),
     }[args.what]

@@ -13,9 +13,9 @@ import golden_file
 import model_config
 from peers import torch_int4, triton_gptq, triton_norm
 from peers.cublas import four_products
-from peers.flashinfer_attention import flashinfer_decode
+from peers.flashinfer_attention import flashinfer_decode, flashinfer_prefill
 from peers.lines_of_code import our_lines, triton_lines
-from peers.programs import commit_of, layer_rows, op_rows, run_program
+from peers.programs import commit_of, layer_rows, op_rows, prompt_rows, run_program
 from peers.sdpa import sdpa
 from peers.stacks import STACK_PEERS, Step, build_model, check_same, time_stack
 from peers.table import print_table, ratios
@@ -23,6 +23,7 @@ from peers.timing import Timer, one_line, spread, time_limit
 from peers.torch_norm import NORM_PEERS, NORM_TOKENS, norm_and_add
 
 OP_PEERS = ("linear", "attention", *NORM_PEERS, "gptq_linear")
+PEERS = (*STACK_PEERS, *OP_PEERS, "prefill")
 
 
 class Bench:
@@ -30,7 +31,7 @@ class Bench:
     each of them, so that what was measured is there whatever ends the run."""
 
     WHAT = "decode on one GPU, times a layer, weights cold: this library beside others in one run"
-    KINDS = ("stack", *OP_PEERS)
+    KINDS = ("stack", *(peer for peer in PEERS if peer not in STACK_PEERS))
     SIZES = ("batch", "kv_len")
 
     def __init__(self, args, about):
@@ -126,6 +127,11 @@ class Bench:
                 command = [args.cf_op, op.removeprefix("gptq_"), "--preset", preset, *shapes[op], *counts]
                 self.program(op, preset, command, rows)
 
+        for tokens in self.args.kv_len if "prefill" in args.peers else ():
+            prompt = ["--q-len", str(tokens), "--kv-len", str(tokens), "--layer", "0", "--impl", "unfused"]
+            command = [args.cf_layer, "--backend", "cuda", "--preset", preset, *prompt, *counts]
+            self.program("prefill", preset, command, prompt_rows)
+
     def run_stacks(self, preset):
         peers = [p for p in STACK_PEERS if p in self.args.peers]
         if not peers and "linear" not in self.args.peers:
@@ -161,6 +167,11 @@ class Bench:
                     self.measure("attention", (preset, batch, kv_len), "torch sdpa in a graph", measured)
                     measured = lambda: over_sets(flashinfer_decode(model, batch, kv_len))
                     self.measure("attention", (preset, batch, kv_len), "FlashInfer, pages, in a graph", measured)
+        for tokens in self.args.kv_len if "prefill" in self.args.peers else ():
+            measured = lambda: over_sets(sdpa(model, 1, tokens, q_len=tokens))
+            self.measure("prefill", (preset, 1, tokens), "torch sdpa in a graph", measured)
+            measured = lambda: over_sets(flashinfer_prefill(model, tokens))
+            self.measure("prefill", (preset, 1, tokens), "FlashInfer, pages, in a graph", measured)
         for op in NORM_PEERS:
             for tokens in NORM_TOKENS if op in self.args.peers else ():
                 measured = lambda: over_sets(norm_and_add(op, model, tokens))

@@ -61,6 +61,17 @@ def layer_rows(report, preset):
     ]
 
 
+def prompt_rows(report, preset):
+    """Attention of cf-layer's prompts as rows of this report."""
+    return [
+        {"preset": preset, "batch": c["batch"], "kv_len": c["kv_len"], "system": "cf-layer " + impl_of(c)}
+        | {key: site[key] for key in ("median_us", "p10_us", "p99_us", "bytes")}
+        for c in report["configurations"]
+        for site in c["sites"]
+        if site["site"] == "attention.context"
+    ]
+
+
 def op_rows(report, preset):
     """cf-op's results as rows of this report. Of the layer's products only the row of all four counts."""
     return [

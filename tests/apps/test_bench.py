@@ -135,6 +135,13 @@ class Rows(Files):
         self.assertEqual(len(programs.op_rows({"op": "linear", "results": results}, "p")), 1)
         self.assertEqual(len(programs.op_rows({"op": "attention", "results": results}, "p")), 2)
 
+    def test_a_prompt_s_attention_is_the_site_s(self):
+        times = {"median_us": 2.0, "p10_us": 1.0, "p99_us": 3.0, "bytes": 8}
+        sites = [{"site": site} | times for site in ("attention.dense", "attention.context")]
+        found = programs.prompt_rows(LAYER | {"configurations": [configuration(512, 9.0, "unfused", sites)]}, "p")
+        row = {"preset": "p", "batch": 1, "kv_len": 512, "system": "cf-layer unfused"}
+        self.assertEqual(found, [row | times])
+
     def test_ratios_are_over_our_fastest_on_the_same_work(self):
         rows = [peer("cf-layer graph", 128, median_us=50.0), peer("cf-layer unfused", 128, median_us=80.0),
                 peer("torch_ops", 128, median_us=200.0), peer("torch_ops", 2048, median_us=300.0),
@@ -482,7 +489,7 @@ class Models(Files):
             def __init__(self, workspace, layout):
                 assert layout == "NHD" and workspace.dtype == torch.uint8
 
-            def plan(self, begins, order, in_last, heads, kv_heads, head_dim, page, q_data_type, kv_data_type):
+            def plan(self, begins, order, in_last, heads, kv_heads, head_dim, page, *, q_data_type, kv_data_type):
                 assert (heads, kv_heads, head_dim) == (4, 4, 32) and begins.dtype == order.dtype == torch.int32
                 self.begins, self.order, self.in_last, self.page = begins.tolist(), order.tolist(), in_last, page
 
@@ -495,7 +502,22 @@ class Models(Files):
                     made.append(torch.einsum("hn,nhd->hd", weights, v))
                 return torch.stack(made).half()
 
-        found = types.SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper)
+        class PromptWrapper(Wrapper):
+            def plan(self, q_begins, *where_and_sizes, causal, **kinds):
+                assert causal and q_begins.dtype == torch.int32
+                self.q_begins = q_begins.tolist()
+                super().plan(*where_and_sizes, **kinds)
+
+            def run(self, q, cache):
+                tokens = self.q_begins[1]
+                assert tokens == len(q) == (self.begins[1] - 1) * self.page + int(self.in_last[0])
+                k, v = torch.cat([cache[page] for page in self.order], 1)[:, :tokens].float()
+                weights = torch.einsum("qhd,nhd->hqn", q.float(), k).mul(self.scale * 32**-0.5)
+                hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+                return torch.einsum("hqn,nhd->qhd", weights.masked_fill(hidden, -torch.inf).softmax(-1), v).half()
+
+        wrappers = {"Decode": Wrapper, "Prefill": PromptWrapper}
+        found = types.SimpleNamespace(**{f"Batch{n}WithPagedKVCacheWrapper": w for n, w in wrappers.items()})
         model = types.SimpleNamespace(num_attention_heads=4, head_dim=32, hidden_size=128)
         self.assertEqual(flashinfer_attention.pages(3, 65), ([0, 2, 4, 6], 1))
         self.assertEqual(flashinfer_attention.pages(2, 64), ([0, 1, 2], 64))
@@ -506,6 +528,10 @@ class Models(Files):
             with mock.patch.object(Wrapper, "scale", 2.0):
                 with self.assertRaisesRegex(RuntimeError, "expected sdpa's result, got a relative error of"):
                     flashinfer_attention.flashinfer_decode(model, 3, 130, "cpu")
+                with self.assertRaisesRegex(RuntimeError, "expected sdpa's result, got a relative error of"):
+                    flashinfer_attention.flashinfer_prefill(model, 130, "cpu")
+            run, count = flashinfer_attention.flashinfer_prefill(model, 130, "cpu")
+            self.assertEqual((count, [tuple(out.shape) for out in run()]), (2, [(130, 4, 32)] * 2))
         with mock.patch.dict(sys.modules, flashinfer=None), self.assertRaises(ImportError):
             flashinfer_attention.flashinfer_decode(model, 3, 130, "cpu")
 
