@@ -15,30 +15,6 @@
 
 namespace cf::cuda {
 
-// Accesses that other GPUs see. Each word of eight bytes is whole; the words have no order with each other.
-__device__ inline void store_words_to_peer(std::byte* to, const uint4& words) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y),
-               "r"(words.z), "r"(words.w)
-               : "memory");
-}
-__device__ inline uint4 load_words_of_peer(const std::byte* from) {
-  uint4 words;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "l"(from)
-               : "memory");
-  return words;
-}
-/// Stores a flag. Who acquires it sees what this thread has seen or stored before.
-__device__ inline void release_to_peer(std::uint32_t* flag, std::uint32_t epoch) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(epoch) : "memory");
-}
-__device__ inline std::uint32_t acquire_from_peer(const std::uint32_t* flag) {
-  std::uint32_t epoch;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(epoch) : "l"(flag) : "memory");
-  return epoch;
-}
-
 /// How a kernel that waits for other ranks begins. It holds its successors back where these run on the same GPU: blocks
 /// that have started early keep the SMs from the other ranks' kernels.
 __device__ inline void begin_exchange(const Peers& peers) {

@@ -1,5 +1,6 @@
 #pragma once
 // Order between kernels, between a block's warps and between blocks. PTX, one instruction a function.
+#include <cstddef>
 #include <cstdint>
 
 namespace cf::cuda {
@@ -119,6 +120,32 @@ __device__ inline std::uint32_t load_from_host(const std::uint32_t* from) {
   std::uint32_t bits;
   asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(bits) : "l"(from) : "memory");
   return bits;
+}
+
+// Accesses that other GPUs see.
+
+/// Store and load 16 bytes. Each word of eight bytes is whole; several words have no order with each other.
+__device__ inline void store_words_to_peer(std::byte* to, const uint4& words) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y),
+               "r"(words.z), "r"(words.w)
+               : "memory");
+}
+__device__ inline uint4 load_words_of_peer(const std::byte* from) {
+  uint4 words;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(from)
+               : "memory");
+  return words;
+}
+/// Stores a flag. Who acquires it sees what this thread has seen or stored before.
+__device__ inline void release_to_peer(std::uint32_t* flag, std::uint32_t epoch) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(epoch) : "memory");
+}
+__device__ inline std::uint32_t acquire_from_peer(const std::uint32_t* flag) {
+  std::uint32_t epoch;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(epoch) : "l"(flag) : "memory");
+  return epoch;
 }
 
 // Time.

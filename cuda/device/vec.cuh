@@ -227,4 +227,11 @@ __device__ inline std::uint32_t difference(std::uint32_t a, std::uint32_t b, bf1
   return d;
 }
 
+/// word & mask | bits, in one instruction. The compiler makes two of it where both constants would be immediates.
+__device__ inline std::uint32_t and_or(std::uint32_t word, std::uint32_t mask, std::uint32_t bits) {
+  std::uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(word), "r"(mask), "r"(bits));
+  return d;
+}
+
 }  // namespace cf::cuda

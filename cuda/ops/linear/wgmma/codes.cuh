@@ -28,13 +28,6 @@ struct CodeBase<bf16> {
   static constexpr float value = 128;
 };
 
-/// word & mask | bits, in one instruction. The compiler makes two of it, since both constants would be immediates.
-__device__ inline std::uint32_t and_or(std::uint32_t word, std::uint32_t mask, std::uint32_t bits) {
-  std::uint32_t d;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(word), "r"(mask), "r"(bits));
-  return d;
-}
-
 /// Of a row's word of scales: the scale, and CodeBase with the zero added, twice.
 __device__ inline float scale_of(std::uint32_t word) { return unpack(word, f16{}).x; }
 template <class T>
