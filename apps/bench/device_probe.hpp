@@ -14,7 +14,7 @@ void enqueue_random_fill(CUstream_st* stream, void* data, std::size_t bytes);
 void enqueue_stream_read(CUstream_st* stream, const void* data, std::size_t bytes, unsigned* sink);
 
 /// Copies the block `from` to the block `to` with loads and stores of SMs, as kernels write their outputs. The copy
-/// engine of cudaMemcpyAsync is slower: 2.7 TB/s on an H200, where this kernel moves 4.3 TB/s.
+/// engine of cudaMemcpyAsync is slower.
 void enqueue_stream_copy(CUstream_st* stream, const void* from, void* to, std::size_t bytes);
 
 }  // namespace cf::apps

@@ -6,6 +6,7 @@
 
 #include "core/host_device.hpp"
 #include "core/status.hpp"
+#include "cuda/runtime/arch.hpp"
 
 namespace cf::cuda {
 
@@ -16,10 +17,11 @@ inline constexpr int kMostExchangeBlocks = 128;
 inline constexpr std::int64_t kLaneBytes = 16, kSentLaneBytes = 32;
 
 /// The most bytes of a part that ranks send each other in one shot. Each rank sends its part to every other: that is
-/// more than two shots send, but one hop instead of two and no fence. On H100s with NVLink one shot takes two ranks
-/// 2.6 us for 10 KB, 7.0 for 640 KB and 10.1 for 1 MB, where two shots take 10.8 and 12.0 of the last two; it takes four
-/// ranks 3.5 us for 10 KB, 10.6 for 320 KB and 20.5 for 640 KB, and two shots 11.4 and 13.8.
-CF_HD constexpr std::int64_t one_shot_bytes(int ranks) { return (std::int64_t(1) << 20) / (ranks > 1 ? ranks - 1 : 1); }
+/// more than two shots send, but one hop instead of two and no fence. All ranks have the same number, whatever their
+/// GPUs.
+constexpr std::int64_t one_shot_bytes(int ranks) {
+  return kCompiledTuning.one_shot_bytes / (ranks > 1 ? ranks - 1 : 1);
+}
 
 /// The counters of a rank, at the beginning of its exchange memory. The rank's own kernels alone use them.
 struct ExchangeState {

@@ -275,7 +275,8 @@ std::int64_t Model::exact_run_tokens() const {
 }
 
 std::int64_t Model::preferred_step_tokens() const {
-  // Running sequences wait for such a step for some 5 ms with 2.8 B weights on an H100. Products have tiles of 128 rows.
+  // Running sequences wait for such a step, so it is short. Products have tiles of 128 rows: beside a row for each slot
+  // there is a tile or more for prompts, up to whole tiles.
   constexpr std::int64_t tile = 128;
   return slots() == 1 ? 0 : std::min((slots() + 2 * tile - 1) / tile * tile, pass_tokens());
 }

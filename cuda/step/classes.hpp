@@ -57,7 +57,7 @@ inline std::vector<TokenRange> step_classes(const Arch& arch, std::span<const in
   if (arch.has_wgmma()) lasts.insert(t.wgmma_tokens);
   if (!bits.empty()) lasts.insert({1, t.packed_tokens});  // one token has a kernel of its own
   if (!bits.empty() && arch.has_wgmma())
-    lasts.insert({t.packed_wgmma_first - 1, kGptqWideFirst, kPackedPairTokens, t.packed_wgmma_tokens});
+    lasts.insert({t.packed_wgmma_first - 1, t.packed_wide_tokens, kPackedPairTokens, t.packed_wgmma_tokens});
   return ranges_to(lasts);
 }
 

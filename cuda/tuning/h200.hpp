@@ -43,6 +43,9 @@ inline constexpr Tuning kH200Tuning{
     // Record: commit 40f747c. With two warps a part each has half the registers, and the next kernel's first tiles have
     // room to arrive; that is slower for the four linears of a Pythia-2.8B layer.
     .packed_turns = 1,
+    // Record: commit c1a3e64d. A layer's products of 32 tokens take two launches of the wide kernel 98 us with
+    // Llama-3.1-8B and 50 with Pythia-2.8B, and wgmma 132 and 53.
+    .packed_wide_tokens = 32,
     // Record: commit 40f747c. There are blocks for 66 clusters of four and for 33 of eight. The device holds 62 and 30.
     .packed_clusters_elevenths = 10,
 
@@ -59,6 +62,10 @@ inline constexpr Tuning kH200Tuning{
     // Record: commit 378db60. The device holds fewer whole clusters than there are blocks for, and clusters that wait
     // for a second turn double the time.
     .split_blocks_on_two_sms = 3,
+    // Record: commit c52a401b, of an H100 with 32 heads of 80 elements. With rings of one tile 1,024 sequences of 48
+    // entries in caches of 2,048 take 230 us and not 370, 64 in pages of 64 take 25 and not 31, and 64 sequences of
+    // 2,048 entries in pages 1 % less. In contiguous caches these take 2 % more.
+    .two_tile_sequences = 64,
 
     // Record: commit 156bb53. ln_qkv is faster for up to four tokens; with a dense weight it is slower from eight on.
     .ln_qkv_tokens = 4,
@@ -72,6 +79,13 @@ inline constexpr Tuning kH200Tuning{
     // is fastest, but not where lone heads' clusters have kMaxSplits blocks, as those of Llama-3.2-3B: TRIALS.md,
     // old-and-new-llama-gptq.
     .dense_shared_percent = 58,
+
+    // Record: commit 8de0c42f, of H100s with NVLink. One shot takes two ranks 2.6 us for 10 KB, 7.0 for 640 KB and 10.1
+    // for 1 MB, where two shots take 10.8 and 12.0 of the last two. It takes four ranks 3.5 us for 10 KB, 10.6 for
+    // 320 KB and 20.5 for 640 KB, where two shots take 11.4 and 13.8 of the last two.
+    .one_shot_bytes = 1 << 20,
+    // Record: commit 8de0c42f, of H100s. 32 blocks are the fastest up to 1 MB, 64 for 4 MB and 128 for 20 MB.
+    .two_shot_blocks = {{{.most_bytes = 2 << 20, .blocks = 32}, {.most_bytes = 8 << 20, .blocks = 64}}},
 
     // Records: stack-*.json; for several slots of Llama and Qwen TRIALS.md, llama-batches. The times of all layers in
     // ms, of one slot at kv_len 128 where a row names nothing else:
@@ -118,6 +132,10 @@ inline constexpr Tuning kH200Tuning{
 // What else was measured on an H200, without a number that a plan reads:
 //   cuda/ops/attention/decode.cuh     Code for several heads in the kernel of lone heads makes the packed layers of
 //                                     Pythia-2.8B 3 % slower.
+//   cuda/ops/linear/packed/plan.hpp   By the wide kernel the four products of a layer of Pythia-2.8B, Llama-3.1-8B and
+//                                     Llama-3.2-1B take 25.1, 48.6 and 20.8 us for 16 tokens. By launches of eight
+//                                     tokens they take 35.7, 81.2 and 32.4 us, and without quads 25.3, 75.2 and 22.8:
+//                                     commit b6a114bf.
 //   cuda/ops/rms_linear               With RmsQkv and RmsLinear the packed layers of Llama models are 1 to 5 % faster:
 //                                     TRIALS.md, old-and-new-llama-gptq.
 //   cuda/runtime/shared_memory.hpp    With the device's whole memory allowed to every kernel, Pythia-2.8B's kernels
@@ -127,6 +145,13 @@ inline constexpr Tuning kH200Tuning{
 //   cuda/persistent/plan.cpp          Key splits that fill the grid cost little at kv_len 128 and save a seventh at
 //                                     2048.
 //   cuda/persistent/packed.cuh        Of an H100: a first version with 16-bit operands, without digits, was slower.
+//   cuda/runtime/upload.cpp           From the page cache of an H100's host with 64 cores: 25 GB/s with its numbers, 7
+//                                     by the driver alone: commit 82f229e7.
+//   cuda/serve/model.cpp              Of an H100: a step of preferred_step_tokens() takes some 5 ms with 2.8 B weights:
+//                                     commit 59d6a844.
+//   apps/bench/device_probe.cu        A block for each part reads 4.60 TB/s. A grid of resident blocks that loop over
+//                                     the data reads 4.45 to 4.57 with 4 or 8 loads in flight: commit a4a6854e. The
+//                                     copy kernel moves 4.3 TB/s, cudaMemcpyAsync's copy engine 2.7: commit 6f4d94b0.
 //   cuda/device/barrier.cuh           try_wait_barrier() waits for about 4 us.
 
 /// Kernels are compiled with one GPU's numbers, for all architectures.

@@ -29,6 +29,12 @@ struct StepClass {
 };
 inline constexpr std::int64_t kAnyTokens = std::numeric_limits<std::int64_t>::max();
 
+/// An exchange in two shots of parts of up to `most_bytes` has `blocks` blocks.
+struct ExchangeBlocks {
+  std::int64_t most_bytes;
+  int blocks;
+};
+
 struct Tuning {
   std::string_view measured_on;  // the GPU that the numbers were measured on
 
@@ -54,22 +60,28 @@ struct Tuning {
   int gemv_blocks_per_sm;  // of up to eight tokens on Hopper; kernels are compiled with it
 
   // linear's packed kernel: cuda/ops/linear/packed/plan.hpp.
-  GptqAhead packed_ahead;          // few tiles, or several tokens
-  GptqAhead packed_ahead_of_many;  // one token and many tiles
-  GptqAhead packed_ahead_of_sum;   // of LinearSum's two products in one launch
-  int packed_turns;                // warps of a part, which take a block's tiles in turn; kernels are compiled with it
-  int packed_clusters_elevenths;   // of the larger clusters that there are blocks for, those that the device holds
+  GptqAhead packed_ahead;           // few tiles, or several tokens
+  GptqAhead packed_ahead_of_many;   // one token and many tiles
+  GptqAhead packed_ahead_of_sum;    // of LinearSum's two products in one launch
+  int packed_turns;                 // warps of a part, which take a block's tiles in turn; kernels are compiled with it
+  std::int64_t packed_wide_tokens;  // the most tokens of the wide kernel, where wgmma takes the call, too
+  int packed_clusters_elevenths;    // of the larger clusters that there are blocks for, those that the device holds
 
   // attention: cuda/ops/attention/attention.hpp.
   std::int64_t prefill_queries;     // the fewest queries a sequence of the prefill kernels
   std::int64_t unshared_elements;   // of a kv head's keys: up to so many, each query head loads them by itself
   std::int64_t few_splits_entries;  // the largest cache where a GQA tile has no more splits than a lone head
   int split_blocks_on_two_sms;      // the most blocks for two SMs that keys are split into
+  std::int64_t two_tile_sequences;  // the most sequences in contiguous caches whose crowds have rings of two tiles
 
   // How a layer's kernels run beside each other in the graph: cuda/step/choose.cpp.
   std::int64_t ln_qkv_tokens;       // the most tokens of ln_qkv in the place of its parts
   std::int64_t shared_sms_entries;  // the largest cache of a layer whose kernels share SMs
   int dense_shared_percent;         // LaunchMode::shared_percent for dense weights
+
+  // Exchanges between ranks: cuda/comm/peers.hpp, cuda/ops/ranks/exchange_plan.hpp.
+  std::int64_t one_shot_bytes;                    // the most that a rank sends to all others in one shot
+  std::array<ExchangeBlocks, 2> two_shot_blocks;  // of small parts; larger ones have kMostExchangeBlocks
 
   // Whether steps run in the persistent kernel: any of the bounds for the model's kind of residual. Models of packed
   // weights run in the graph.

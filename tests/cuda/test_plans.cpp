@@ -18,6 +18,7 @@
 #include "cuda/ops/linear/wgmma/plan.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
+#include "cuda/ops/ranks/exchange_plan.hpp"
 #include "cuda/ops/rope/rope.hpp"
 #include "cuda/ops/token_plan.hpp"
 #include "tests/support/catch.hpp"
@@ -1015,6 +1016,16 @@ TEST_CASE("a plan follows the numbers of its GPU", "[plans]") {
   CHECK(is_gemm(arch, 65, 64, DType::f16, true));
   CHECK_FALSE(is_linear_tiles(arch, 128, 64, 64, DType::f16, false, ops::Epilogue::gelu_erf));
   CHECK_FALSE(prefill_pays(arch, 15));
+  const auto wide = [&] { return gptq_wide_comes_first(arch, {160, 40, 4, false, false}, 32); };
+  CHECK(wide());
+  const ops::Attention::Dims d = attention_dims(*find_preset("pythia-2.8b"), {.batch = 64, .q_len = 1, .kv_len = 2048});
+  CHECK(attention_plan(arch, d, DType::f16).stages == 2);
+  const auto blocks = [&](std::int64_t bytes) { return plan_slices({arch}, bytes / kLaneBytes).blocks; };
+  CHECK((blocks(2 << 20) == 32 && blocks((2 << 20) + kLaneBytes) == 64));
+  CHECK((blocks(8 << 20) == 64 && blocks((8 << 20) + kLaneBytes) == kMostExchangeBlocks));
+  tuning.packed_wide_tokens = 16;
+  tuning.two_tile_sequences = 63;
+  tuning.two_shot_blocks[0].most_bytes = 1 << 20;
   tuning.gemv_tokens = 16;
   tuning.packed_tokens = 80;
   tuning.wgmma_tokens = 64;
@@ -1023,4 +1034,7 @@ TEST_CASE("a plan follows the numbers of its GPU", "[plans]") {
   CHECK_FALSE(is_gemm(arch, 65, 64, DType::f16, true));
   CHECK(is_linear_tiles(arch, 128, 64, 64, DType::f16, false, ops::Epilogue::gelu_erf));
   CHECK(prefill_pays(arch, 15));
+  CHECK_FALSE(wide());
+  CHECK(attention_plan(arch, d, DType::f16).stages == 1);
+  CHECK(blocks(2 << 20) == 64);
 }

@@ -196,11 +196,10 @@ constexpr int most_tiles(const ops::Attention::Dims& d, int tile_keys) {
 }
 
 /// Whether there are so many GQA tiles that a block's ring has one tile: then an SM holds four blocks, and one attends
-/// while the others' tiles are under way. On an H100 with 32 heads of 80 elements, 1,024 sequences of 48 entries in
-/// caches of 2,048 take 230 us and not 370, 64 in pages of 64 take 25 and not 31, and 64 sequences of 2,048 entries in
-/// pages 1 % less. In contiguous caches these take 2 % more, so that up to 64 have two tiles.
+/// while the others' tiles are under way. In contiguous caches few long sequences are slower so, and keep two tiles.
 constexpr bool is_crowd(const Arch& arch, const ops::Attention::Dims& d, std::int64_t gqa_tiles) {
-  return padded_head_dim(d.head_dim) <= 80 && gqa_tiles >= 8 * arch.sm_count && (d.batch > 64 || d.pool);
+  return padded_head_dim(d.head_dim) <= 80 && gqa_tiles >= 8 * arch.sm_count &&
+         (d.batch > arch.tuning->two_tile_sequences || d.pool);
 }
 
 /// The number of splits doubles while each split has at least one tile of max_kv_len keys and all clusters have their

@@ -52,11 +52,12 @@ Result<ExchangePlan> plan_words(const Args& a, std::int64_t lanes) {
   return plan_items(lanes, 128, 1);
 }
 
-/// The plan of an exchange in two shots. A block's flags cost more than its share of the stores where there are few: 32
-/// blocks are the fastest up to 1 MB, 64 for 4 MB, 128 for 20 MB (H100s).
+/// The plan of an exchange in two shots. Where the stores are few, a block's flags cost more than its share of them:
+/// small parts have few blocks.
 inline ExchangePlan plan_slices(const Target& target, std::int64_t lanes) {
-  constexpr std::int64_t mb = (1 << 20) / kLaneBytes;
-  const int blocks = lanes <= 2 * mb ? 32 : lanes <= 8 * mb ? 64 : kMostExchangeBlocks;
+  int blocks = kMostExchangeBlocks;
+  for (const ExchangeBlocks& of_small : target.arch.tuning->two_shot_blocks)
+    if (lanes * kLaneBytes <= of_small.most_bytes) blocks = std::min(blocks, of_small.blocks);
   return {.blocks = std::min(blocks, target.arch.sm_count), .threads = 512, .shots = 2};
 }
 

@@ -6,8 +6,7 @@
 namespace cf::cuda {
 
 // Products with packed GPTQ weights whose kernels normalise the one token themselves, in every block. The bits are
-// those of the ops one after the other. On an H200 the layers of Llama models are 1 to 5 % faster with fewer launches:
-// data/bench/TRIALS.md, old-and-new-llama-gptq.
+// those of the ops one after the other, by fewer launches.
 
 /// Rows that a launch finishes at once.
 inline constexpr int kRmsRows = 2;

@@ -80,7 +80,7 @@ constexpr int gptq_split(int chunks, int most_chunks) {
 /// ones. A cluster of long parts has fewer blocks, and fewer sums are scaled and added up. Parts stay short
 /// - where a group is one chunk: a long part would touch more groups than there are product columns for;
 /// - where short parts already give every tile a cluster of its own, all resident at once;
-/// - on an RTX 5090, whose blocks have no room for long parts beside ln_qkv's tokens.
+/// - where a block's shared memory has no room for long parts beside ln_qkv's tokens.
 constexpr int gptq_most_chunks(const Arch& arch, const GptqSizes& m) {
   if (m.wide) return m.in_quads ? kGptqQuad : kGptqWideChunks;
   const bool has_room = arch.smem_per_block_bytes > 128 << 10;
@@ -374,9 +374,7 @@ inline Status unpacked_gptq(std::string_view op) {
 using PackedLaunches = TokenLaunches<GptqPlan>;
 
 /// Whether linear takes the wide kernel, which reads the weights once for 16 tokens. All launches of a call take the
-/// same kernel, so that a row's bits do not depend on its place. On an H200 the four products of a layer of
-/// Pythia-2.8B, Llama-3.1-8B and Llama-3.2-1B take 25.1, 48.6 and 20.8 us for 16 tokens; by launches of eight tokens
-/// they take 35.7, 81.2 and 32.4 us, and without quads 25.3, 75.2 and 22.8 us. On an RTX 5090 nobody has measured it.
+/// same kernel, so that a row's bits do not depend on which launch has it. The kernel is compiled for Hopper alone.
 constexpr bool gptq_is_wide(const Arch& arch, const GptqSizes& m, std::int64_t call_tokens) {
   return call_tokens > kGptqRegisterTokens && m.halves_a_group % 2 == 0 && arch.has_wgmma() &&
          !arch.tuning->is_invariant() &&
@@ -384,13 +382,11 @@ constexpr bool gptq_is_wide(const Arch& arch, const GptqSizes& m, std::int64_t c
 }
 static_assert(kH200Tuning.class_of(kGptqRegisterTokens).last == kGptqRegisterTokens);
 
-/// The wide kernel takes calls of up to so many tokens before Hopper's wgmma, where parts have three or four chunks:
-/// shorter parts are more, and so are the sums to add up. On an H200 a layer's products of 32 tokens take two launches
-/// 98 us with Llama-3.1-8B and 50 with Pythia-2.8B, and wgmma 132 and 53.
-inline constexpr std::int64_t kGptqWideFirst = 2 * kGptqWideTokens;
+/// Whether the wide kernel takes a call that wgmma takes, too: few tokens, and parts of three or four chunks. Shorter
+/// parts are more, and so are the sums to add up.
 constexpr bool gptq_wide_comes_first(const Arch& arch, const GptqSizes& m, std::int64_t call_tokens) {
   const int parts = kGptqParts * gptq_split(m.chunks, kGptqWideChunks);
-  return call_tokens <= kGptqWideFirst && gptq_is_wide(arch, m, call_tokens) &&
+  return call_tokens <= arch.tuning->packed_wide_tokens && gptq_is_wide(arch, m, call_tokens) &&
          (m.in_quads || (m.chunks + parts - 1) / parts == kGptqWideChunks);
 }
 
