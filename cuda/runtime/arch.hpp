@@ -9,6 +9,10 @@
 
 namespace cf::cuda {
 
+/// Questions to a device's compute capability, and to kCompiledFor in a kernel.
+constexpr bool is_hopper(int compute_capability) { return compute_capability == 90; }
+constexpr bool is_blackwell(int compute_capability) { return compute_capability >= 120; }
+
 /// What launch plans are made from: the limits of a device, as values. Plans are pure functions of these limits, so
 /// that the plans for one GPU can be tested and run on another.
 struct Arch {
@@ -24,7 +28,7 @@ struct Arch {
   const Tuning* tuning = &kH200Tuning;  // the measured numbers that plans choose by
 
   /// Whether the device has Hopper's tensor cores: wgmma, with registers that warpgroups give each other.
-  constexpr bool has_wgmma() const { return compute_capability == 90; }
+  constexpr bool has_wgmma() const { return is_hopper(compute_capability); }
   /// Whether blocks form clusters, which reach into each other's shared memory, and have a copy engine.
   constexpr bool has_clusters() const { return compute_capability >= 90; }
 };

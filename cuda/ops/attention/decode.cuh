@@ -57,10 +57,10 @@ template <class Call>
 inline constexpr bool takes_any_cache = std::is_base_of_v<AnyDecodeCall, Call>;
 
 /// Blocks of an SM that a kernel's registers leave room for. Many short sequences are faster with four than with the
-/// three that the compiler would leave room for in a kernel for any cache. sm_120a has too few registers for four.
+/// three that the compiler would leave room for in a kernel for any cache. Blackwell has too few registers for four.
 template <class Call>
 constexpr int least_blocks_per_sm(int padded_head_dim) {
-  const bool four = takes_any_cache<Call> && padded_head_dim == 80 && kCompiledFor == 90;
+  const bool four = takes_any_cache<Call> && padded_head_dim == 80 && is_hopper(kCompiledFor);
   return four ? 4 : decode_blocks_per_sm(padded_head_dim);
 }
 

@@ -26,9 +26,9 @@ inline constexpr int kTileRows = 8, kStepColumns = 32, kMmaTokens = 16, kGemvWar
 inline constexpr int kGemvThreads = 32 * kGemvWarps;
 
 /// How many blocks an SM's registers have room for. With more than 8 tokens a lane holds the activations of two tokens.
-/// On compute capability 12.0 a block needs more registers, and an SM fewer bytes in flight.
+/// On Blackwell a block needs more registers, and an SM fewer bytes in flight.
 constexpr int gemv_blocks_per_sm(int compute_capability, bool two_tokens_a_lane) {
-  return two_tokens_a_lane || compute_capability >= 120 ? 2 : kCompiledTuning.gemv_blocks_per_sm;
+  return two_tokens_a_lane || is_blackwell(compute_capability) ? 2 : kCompiledTuning.gemv_blocks_per_sm;
 }
 
 /// The depth is 5 where 5 divides a warp's steps and a lane holds one token, else 4. Three blocks of eight warps at

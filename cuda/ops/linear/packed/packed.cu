@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(gptq_threads(kLinearGptqTurns), kLinearGptqBlo
     linear_gptq_kernel([[maybe_unused]] const __grid_constant__ GptqCall c) {
   constexpr GptqConfig config = linear_gptq_config(Tokens, HalfChunks, Rows, Chunks);
   // Other devices' plans have no launches of the wide kernels.
-  if constexpr (kCompiledFor == 90 || Tokens != GptqTokens::sixteen || HalfChunks) {
+  if constexpr (is_hopper(kCompiledFor) || Tokens != GptqTokens::sixteen || HalfChunks) {
     let_successor_start();
     gptq_block<T, config>(c.matrix, c.plan, c.tokens, LinearEpilogue<T, Rows, Gated>{{c}}, gptq_smem);
   }
