@@ -84,7 +84,7 @@ struct FamilySpec {
   NormKind norm = NormKind::layernorm;
   Positions positions = Positions::rope;
   bool head_norm = false;         // RMSNorm of each head of q and of k, before RoPE
-  bool dense_bias_as_qkv = true;  // the attention's output product has a bias where q, k and v have; otherwise none
+  bool dense_bias_as_qkv = true;  // dense has a bias where q, k and v have one; if false, never
   ops::QkvLayout qkv_layout = ops::QkvLayout::separate;
   std::span<const ActivationName> activations{};
   std::string_view activation_module{};  // of a layer in transformers: "mlp.act"

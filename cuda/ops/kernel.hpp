@@ -104,8 +104,8 @@ struct Choice {
   std::vector<PassedOver> passed_over;
 };
 
-/// The first kernel of a list that takes a call. Where none does, the refusal is the last one with Code::unimplemented,
-/// a kernel that has no code for the call. Without such a one it is the last kernel's.
+/// The first kernel of a list that takes a call. Where none does, the call is refused with one kernel's reason: that of
+/// the last kernel which has no code for it, or of the list's last kernel where each left the call to another one.
 template <class Args>
 Result<Choice> choose_from(std::span<const Kernel<Args>> kernels, const Target& target, const Args& args) {
   Choice choice;

@@ -401,8 +401,9 @@ class ConsumerWarps {
       a.residual = __ldcg(c.exchange.attn_residual + at);
     return a;
   }
-  /// An element of the layer's input. The block has seen the element's NormWord. The thread that made both
-  /// stored this one first, but the two may become visible in either order.
+  /// An element of the layer's input, in float32. The block has seen the element's NormWord, which its thread stored
+  /// after the FloatWord that this function reads. Stores may become visible in any order, so the FloatWord is read
+  /// until it has the layer's epoch. What an earlier launch stored is complete.
   __device__ float hidden_of(long at) const {
     const bool complete = layer == c.first_layer, is_second = at % 2;
     FloatWord two[2];

@@ -242,9 +242,10 @@ struct DigitRows {
   __device__ Digits of(int token) const { return {first.bytes + token * row_bytes, first.scales + token * row_scales}; }
 };
 
-/// Multiplies inputs [input, input + columns) of up to eight tokens by the block's rows of a packed matrix, four tokens
-/// at once. Each warp adds to its partial sums of the slices before. `x` is the slice's digits. With 8 bits an input's
-/// low code lies shape.inputs columns behind its high code.
+/// Multiplies a slice of up to eight tokens, their inputs [input, input + columns), by the block's rows of a packed
+/// matrix, four tokens at a time. `x` has the slice's digits. Each warp adds the products to its partial sums, which
+/// are those of the slices before this one. With 8 bits the high codes are multiplied first, and then the low codes,
+/// which lie shape.inputs columns behind them.
 template <class Reader>
 __device__ void consume_packed_slice(Reader& ring, const Product& p, const PackedShape& shape, const Sums<true>& sums,
                                      const DigitRows& x, int input, int columns) {

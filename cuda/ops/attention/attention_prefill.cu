@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(const __grid_constant
   };
   AttentionRows<T, HeadDim, tile_keys, step, 2, operands> rows(
       c.head_dim, [&](int m, int r) { return has_window ? nullptr : query(c.q, m, r); });
-  int row_keys[operands][2];  // that the lane's rows see; none where the warp has no row
+  int row_keys[operands][2];  // how many keys each of the lane's rows sees; 0 where the warp has no row
 #pragma unroll
   for (int m = 0; m < operands; ++m)
 #pragma unroll

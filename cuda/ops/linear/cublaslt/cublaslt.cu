@@ -35,10 +35,10 @@ __device__ uint2 load_scales(const DequantiseCall& c, int tile, int g, int colum
 __device__ float scale_of(std::uint32_t word) { return to_float(f16{std::uint16_t(word)}); }
 __device__ float zero_of(std::uint32_t word) { return to_float(f16{std::uint16_t(word >> 16)}); }
 
-/// Writes every weight as Parts numbers of T that add up to it, the smallest first: a tensor core cuts off what a sum
-/// has beyond float32, and small sums lose little by that. A warp takes a tile: 16 rows and 64 columns of the first
-/// plane, with the second plane's codes of the same inputs. Float32 holds a weight's 19 bits, and what is left of them
-/// after each part.
+/// Writes every weight as Parts numbers of T that add up to it: a weight has up to 19 bits, and float32 holds
+/// what each part leaves of it. A row of the matrix has the smallest parts first. A tensor core cuts off the bits of a
+/// sum that float32 has no room for, and a sum that is still small loses little by that. A warp takes a tile, 16 rows
+/// and 64 columns of the first plane, with the second plane's codes of the same inputs.
 template <class T, int Bits, int Parts>
 __global__ void __launch_bounds__(kThreads) dequantise_kernel(const __grid_constant__ DequantiseCall c) {
   let_successor_start();

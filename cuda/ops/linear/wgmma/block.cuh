@@ -73,12 +73,12 @@ __device__ void fill_ring(const Ring& ring, int count, CopyWeight copy_weight, C
   __syncwarp();
 }
 
-/// The same of the steps of one product. copy_weight(0, step, to, full) copies the step's weights.
+/// Fills the ring with a block's steps of one product, whose activations are `x`. copy_weight(step, to, full) copies
+/// the weights of step `step`.
 template <class Ring, class CopyWeight>
 __device__ void copy_steps(const Ring& ring, const Steps& steps, const CUtensorMap& x, CopyWeight copy_weight) {
   fill_ring(
-      ring, steps.count,
-      [&](int i, unsigned char* to, std::uint64_t* full) { copy_weight(0, steps.first + i, to, full); },
+      ring, steps.count, [&](int i, unsigned char* to, std::uint64_t* full) { copy_weight(steps.first + i, to, full); },
       [&](int i, unsigned char* to, std::uint64_t* full) {
         copy_tensor_tile(to, &x, (steps.first + i) * kLinearWgmmaColumns, 0, 0, full);
       });
@@ -314,7 +314,9 @@ __device__ void multiply_products(const WgmmaCall& c, Copy copy, Multiply multip
   });
 }
 
-/// The same of one product: copy(ring, steps, first_row) and multiply(ring, steps, first_row, sum).
+/// Makes the block's rows of one product by multiply_products(), and finishes them as elements of linear's output.
+/// copy(ring, steps, first_row) fills the ring with the block's steps, and multiply(ring, steps, first_row, sum) makes
+/// sums of them.
 template <class T, int Tokens, bool Gated, class Ring, int Threads = kWgmmaThreads, class Order, class Copy,
           class Multiply>
 __device__ void multiply_rows(const WgmmaCall& c, const Order& order, Copy copy, Multiply multiply) {

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
   multiply_rows<T, Tokens, Gated, Ring>(
       c, InOrder{},
       [&](const Ring& ring, const Steps& steps, int first_row) {
-        copy_steps(ring, steps, x, [&, policy = evict_first()](int, int step, unsigned char* to, std::uint64_t* full) {
+        copy_steps(ring, steps, x, [&, policy = evict_first()](int step, unsigned char* to, std::uint64_t* full) {
           copy_tensor_tile(to, &weight, step * kLinearWgmmaColumns, first_row, 0, full, policy);
         });
       },

@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(threads_of(Tokens), packed_blocks_an_sm(Tokens
   multiply_rows<T, Tokens, Gated, Ring, threads_of(Tokens)>(
       c.product, order,
       [&](const Ring& ring, const Steps& steps, int first_row) {
-        copy_steps(ring, steps, x, [&](int lane, int step, unsigned char* to, std::uint64_t* full) {
-          if (lane == 0) copy_packed(to, codes, scales, c.weight.halves_a_group, first_row / kGptqRows, step, full);
+        copy_steps(ring, steps, x, [&](int step, unsigned char* to, std::uint64_t* full) {
+          copy_packed(to, codes, scales, c.weight.halves_a_group, first_row / kGptqRows, step, full);
         });
       },
       [&](const Ring& ring, const Steps& steps, int, float(&sum)[Tokens / 2]) {
