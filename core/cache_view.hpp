@@ -177,15 +177,15 @@ class RingView {
   CF_HD constexpr int heads() const { return inner_.heads(); }
   CF_HD constexpr int head_dim() const { return inner_.head_dim(); }
 
-  /// The place of an entry among those of its sequence.
-  CF_HD constexpr std::int64_t place(std::int64_t entry) const {
+  /// The index of an entry among those that its sequence keeps.
+  CF_HD constexpr std::int64_t stored_index(std::int64_t entry) const {
     return entry < capacity() ? entry : sinks_ + (entry - sinks_) % (capacity() - sinks_);
   }
   CF_HD constexpr std::int64_t entry(std::int64_t sequence, std::int64_t head, std::int64_t entry) const {
-    return inner_.entry(sequence, head, place(entry));
+    return inner_.entry(sequence, head, stored_index(entry));
   }
   CF_HD constexpr CacheRows rows(std::int64_t sequence, std::int64_t head, std::int64_t first, std::int64_t n) const {
-    const std::int64_t at = place(first), left = capacity() - at;
+    const std::int64_t at = stored_index(first), left = capacity() - at;
     return inner_.rows(sequence, head, at, n < left ? n : left);
   }
   CF_HD constexpr std::int64_t head_stride() const { return inner_.head_stride(); }

@@ -106,20 +106,20 @@ std::future<Tensor> begin(const Make& make, std::int64_t bytes) {
   return std::async(std::launch::deferred, make);
 }
 
-/// Adds up the tensors' checksums, each times its place.
+/// Adds up the tensors' checksums, each times its number, from 1 on.
 struct ChecksumInOrder {
   template <class V, class Extents>
   void operator()(const TensorSpec&, const V& view, const Extents&) {
-    value += checksum(view.data, std::size_t(view.bytes())) * ++place;
+    value += checksum(view.data, std::size_t(view.bytes())) * ++number;
   }
   void add_fp8(const ModelSpec& m, const LayerWeights& w) {
     for_each_linear(m, w, [&](const Site&, const LinearParams& l, const LinearSize&) {
       if (!is_fp8(l.weight)) return;
       const auto& data = std::get<PackedWeight>(l.weight).data;
-      value += checksum(data.data, std::size_t(data.bytes())) * ++place;
+      value += checksum(data.data, std::size_t(data.bytes())) * ++number;
     });
   }
-  std::uint64_t value = 0, place = 0;
+  std::uint64_t value = 0, number = 0;
 };
 
 }  // namespace

@@ -113,9 +113,9 @@ CF_HD Real score(Real logit, bool seen, Real repetition_penalty, Real temperatur
 CF_HD inline std::uint64_t order_key(float score, std::int32_t id) {
   const auto bits = __builtin_bit_cast(std::uint32_t, score);
   constexpr std::uint32_t sign = 0x80000000;
-  // The bits of floats above 0 grow with them, those of floats below 0 shrink. -0 has the place of 0.
-  const std::uint32_t place = bits <= sign ? bits | sign : ~bits;
-  return std::uint64_t(place) << 32 | ~std::uint32_t(id);
+  // The bits of floats above 0 grow with them, those of floats below 0 shrink. -0 counts as 0.
+  const std::uint32_t ordered = bits <= sign ? bits | sign : ~bits;
+  return std::uint64_t(ordered) << 32 | ~std::uint32_t(id);
 }
 /// The order key of a logit that is NaN or +infinity: above that of every other score.
 inline constexpr std::uint64_t kRefusedKey = ~std::uint64_t(0);

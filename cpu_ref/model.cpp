@@ -271,11 +271,11 @@ Status Model::pass(std::span<const Piece> pieces, bool norm_alone, const Visit& 
   }
   const auto tokens = std::int64_t(ids.size());
   if (stream) {
-    // A row of the table for each token, and one for the place that its query has in the cache, which the sinks see.
+    // A row of the table for each token, and one for its query's position within the cache, which the sinks see.
     for (std::int64_t i = 0; i < tokens; ++i) {
       positions.push_back(std::int32_t(i));
       sink_positions.push_back(std::int32_t(tokens + i));
-      row_positions.push_back(place_in_stream(stream, row_positions[std::size_t(i)]));
+      row_positions.push_back(position_in_cache(stream, row_positions[std::size_t(i)]));
     }
     ops::rope_rows({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape}, row_positions,
                    spec_.traits.rope_theta, spec_.traits.rope_scaling);

@@ -17,9 +17,9 @@ namespace cf {
 /// that a slot has not reached.
 class SlotPages {
  public:
-  /// A place of the table, row by row, and the page that it has now.
+  /// A cell of the table, by its index row by row, and the page that it has now.
   struct Cell {
-    std::int32_t place = 0, page = 0;
+    std::int32_t index = 0, page = 0;
     bool operator==(const Cell&) const = default;
   };
 

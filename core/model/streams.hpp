@@ -26,8 +26,8 @@ Status check_rewinds(const KeyWindow& stream, std::int64_t capacity, const SlotL
 /// positions.
 std::vector<double> rope_frequencies(const ModelSpec& model);
 
-/// The place in the cache of a query at a position, which is its position for the sinks.
-constexpr std::int64_t place_in_stream(const KeyWindow& stream, std::int64_t position) {
+/// The position within the cache of a query at a position in the text. It is the query's position for the sinks.
+constexpr std::int64_t position_in_cache(const KeyWindow& stream, std::int64_t position) {
   const std::int64_t last = stream.sinks + stream.keys - 1;
   return position < last ? position : last;
 }

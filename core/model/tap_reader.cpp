@@ -43,7 +43,7 @@ Result<TapBlock> TapReader::read(std::span<const std::vector<std::int32_t>> prom
 
   // The values lie one behind the other, each from a multiple of 64 bytes on.
   TapBlock block;
-  std::map<std::string, TapPlace> places;
+  std::map<std::string, TapMemory> memory_of;
   std::size_t bytes = 0;
   const auto bytes_of = [&](const Tap& tap) {
     const std::size_t size = std::size_t(tokens * element_count(tap.shape)) * size_bytes(dtype);
@@ -56,18 +56,18 @@ Result<TapBlock> TapReader::read(std::span<const std::vector<std::int32_t>> prom
     Shape shape = tap.shape;
     shape.insert(shape.begin(), tokens);
     block.taps[tap.name] = {next, dtype, shape};
-    places[tap.name] = {.to = next, .dtype = dtype, .shape = std::move(shape)};
+    memory_of[tap.name] = {.to = next, .dtype = dtype, .shape = std::move(shape)};
     next += bytes_of(tap);
   }
   block.owner = data;
 
   // The last norm and the head make rows where logits are asked for.
   const ModelNames& names = names_of(runner->model());
-  const bool has_logits = places.contains(std::string(names.embed_out.tap));
+  const bool has_logits = memory_of.contains(std::string(names.embed_out.tap));
   Tensor logits;
   std::vector<std::int64_t> head_rows;
   StepLogits wanted{.own = false};
-  if (has_logits || places.contains(std::string(names.final_layer_norm.tap))) {
+  if (has_logits || memory_of.contains(std::string(names.final_layer_norm.tap))) {
     for (const Run& r : runs) head_rows.push_back(r.count);
     const std::int64_t vocab = runner->model().shape.vocab_size;
     if (has_logits) logits = Tensor(dtype, {tokens, vocab});
@@ -77,8 +77,8 @@ Result<TapBlock> TapReader::read(std::span<const std::vector<std::int32_t>> prom
   }
   runner->watch([&](const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors) {
     const auto find = [&](const std::string& name) {
-      const auto found = places.find(name);
-      return found == places.end() ? nullptr : &found->second;
+      const auto found = memory_of.find(name);
+      return found == memory_of.end() ? nullptr : &found->second;
     };
     return append_taps(site, tensors, find,
                        [&](const ModelRunner::SiteTensor& t, void* to) { return runner->fetch_later(t, to); });

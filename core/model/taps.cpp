@@ -6,14 +6,14 @@
 namespace cf {
 
 Status append_taps(const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors,
-                   const std::function<TapPlace*(const std::string& name)>& find,
+                   const std::function<TapMemory*(const std::string& name)>& find,
                    const std::function<Status(const ModelRunner::SiteTensor&, void* to)>& fetch) {
   const auto is_output = [](const ModelRunner::SiteTensor& t) { return t.role == Role::output; };
   const auto outputs = std::size_t(std::ranges::count_if(tensors, is_output));
   for (const ModelRunner::SiteTensor& t : tensors) {
     if (!is_output(t)) continue;
     const std::string name = output_tap(site.tap(), t.name, outputs);
-    TapPlace* const tap = find(name);
+    TapMemory* const tap = find(name);
     if (!tap) continue;
     Shape room = tap->shape;
     if (!room.empty()) room[0] -= tap->made_rows;
@@ -33,18 +33,18 @@ Status append_taps(const ModelSite& site, std::span<const ModelRunner::SiteTenso
 Status append_taps(ModelRunner& runner, const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors,
                    std::map<std::string, TapRows>& taps) {
   TapRows* found = nullptr;
-  TapPlace place{};
+  TapMemory memory{};
   const auto keep = [&] {
-    if (found) found->made_rows = place.made_rows;
+    if (found) found->made_rows = memory.made_rows;
   };
-  const auto find = [&](const std::string& name) -> TapPlace* {
+  const auto find = [&](const std::string& name) -> TapMemory* {
     keep();
     const auto at = taps.find(name);
     found = at == taps.end() ? nullptr : &at->second;
     if (!found) return nullptr;
     Tensor& rows = found->rows;
-    place = {static_cast<std::byte*>(rows.data()), rows.dtype(), rows.shape(), found->made_rows};
-    return &place;
+    memory = {static_cast<std::byte*>(rows.data()), rows.dtype(), rows.shape(), found->made_rows};
+    return &memory;
   };
   const Status status =
       append_taps(site, tensors, find, [&](const ModelRunner::SiteTensor& t, void* to) { return runner.fetch(t, to); });

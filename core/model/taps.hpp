@@ -29,7 +29,7 @@ std::vector<ModelRunner::SiteTensor> tensors_of(const Args& args) {
 }
 
 /// Memory of the host for a tap of the tokens that go through a model, in chunks or one by one.
-struct TapPlace {
+struct TapMemory {
   std::byte* to;
   DType dtype;                 // the runner's
   Shape shape;                 // (tokens, ...)
@@ -40,7 +40,7 @@ struct TapPlace {
 /// wants it. `fetch` copies the rows. The visitor of a ModelRunner calls this function. Refuses rows of another dtype
 /// or shape than the tap's, and more rows than the tap has room for.
 Status append_taps(const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors,
-                   const std::function<TapPlace*(const std::string& name)>& find,
+                   const std::function<TapMemory*(const std::string& name)>& find,
                    const std::function<Status(const ModelRunner::SiteTensor&, void* to)>& fetch);
 
 /// A tap of the tokens that go through a model, in chunks or one by one.

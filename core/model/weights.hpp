@@ -68,7 +68,7 @@ struct StoredParts {
   bool is_whole() const { return parts.size() == 1 && !transposed; }
 
   /// Where row `row` of part `part` lies in the Linear.
-  std::int64_t place(std::size_t part, std::int64_t row) const {
+  std::int64_t joined_row(std::size_t part, std::int64_t row) const {
     if (interleaved) return row * std::int64_t(parts.size()) + std::int64_t(part);
     for (std::size_t before = 0; before < part; ++before) row += parts[before].rows;
     return row;

@@ -20,8 +20,8 @@ struct QkvHeads {
     if (layout == QkvLayout::separate) return {tokens, heads + 2 * kv_heads, 1, head_dim};
     return {tokens, heads, 3, head_dim};
   }
-  /// The place of a head of q, k or v (part 0, 1 or 2) among a token's heads.
-  constexpr std::int64_t place(int part, std::int64_t head) const {
+  /// The index of a head of q, k or v (part 0, 1 or 2) among a token's heads.
+  constexpr std::int64_t index(int part, std::int64_t head) const {
     if (layout == QkvLayout::interleaved_by_head) return 3 * head + part;
     return part == 0 ? head : heads + (part - 1) * kv_heads + head;
   }

@@ -69,7 +69,7 @@ struct RankGroup::State {
   Status status;
 
   std::int64_t rank() const { return environment.rank; }
-  std::string place() const { return environment.host + ":" + std::to_string(environment.port); }
+  std::string address() const { return environment.host + ":" + std::to_string(environment.port); }
   /// Rank 0 may be waiting for another rank, and then says so.
   double patience_s() const {
     const double own = exchange == 0 ? options.join_s : options.patience_s;
@@ -179,7 +179,7 @@ struct RankGroup::State {
     while (!missing().empty()) {
       pollfd coming{.fd = listener.descriptor(), .events = POLLIN, .revents = 0};
       const Io io = ranks::wait_for({&coming, 1}, until);
-      if (io == Io::late) return broken(missing() + " not come to " + place() + " within " + seconds(patience_s()));
+      if (io == Io::late) return broken(missing() + " not come to " + address() + " within " + seconds(patience_s()));
       if (io != Io::done) return fault(0, io, until);
       if (Socket came = listener.accept()) CF_TRY(greet(std::move(came), until));
     }
@@ -195,11 +195,11 @@ struct RankGroup::State {
     for (std::int64_t r = 1; r < environment.ranks; ++r) left.push_back(r);
     // Whoever comes first is read first: a rank that has gone shows while another is late.
     while (!left.empty()) {
-      std::vector<pollfd> places;
-      for (const std::int64_t r : left) places.push_back({.fd = peer(r).descriptor(), .events = POLLIN, .revents = 0});
-      if (const Io io = ranks::wait_for(places, until); io != Io::done) return fault(left.front(), io, until);
-      for (std::size_t i = places.size(); i-- > 0;) {
-        if (!places[i].revents) continue;
+      std::vector<pollfd> sockets;
+      for (const std::int64_t r : left) sockets.push_back({.fd = peer(r).descriptor(), .events = POLLIN, .revents = 0});
+      if (const Io io = ranks::wait_for(sockets, until); io != Io::done) return fault(left.front(), io, until);
+      for (std::size_t i = sockets.size(); i-- > 0;) {
+        if (!sockets[i].revents) continue;
         CF_TRY(receive_part(left[i], part(left[i]), until));
         left.erase(left.begin() + std::ptrdiff_t(i));
       }
@@ -215,7 +215,7 @@ struct RankGroup::State {
     Wait until = ranks::wait_seconds(options.join_s, options.check);
     CF_TRY_ASSIGN(const Io io, Socket::connect(environment.host, environment.port, until, peers[0]));
     if (io == Io::late)
-      return broken(name(rank()) + " has found no rank 0 at " + place() + " within " + seconds(options.join_s));
+      return broken(name(rank()) + " has found no rank 0 at " + address() + " within " + seconds(options.join_s));
     if (io != Io::done) return fault(0, io, until);
     const Hello hello{.rank = rank(), .ranks = environment.ranks};
     until = wait();

@@ -54,7 +54,7 @@ Wait wait_seconds(double seconds, std::function<Status()> check) {
           .check = std::move(check)};
 }
 
-Io wait_for(std::span<pollfd> places, Wait& wait) {
+Io wait_for(std::span<pollfd> sockets, Wait& wait) {
   while (true) {
     if (wait.check) {
       wait.stopped = wait.check();
@@ -64,7 +64,7 @@ Io wait_for(std::span<pollfd> places, Wait& wait) {
     if (left <= 0) return Io::late;
     constexpr std::int64_t often_ms = 100, most_ms = 60000;
     const auto slice_ms = std::min<std::int64_t>(left, wait.check ? often_ms : most_ms);
-    const int ready = ::poll(places.data(), places.size(), int(slice_ms));
+    const int ready = ::poll(sockets.data(), sockets.size(), int(slice_ms));
     if (ready > 0) return Io::done;
     if (ready < 0 && errno != EINTR) return Io::gone;
   }
@@ -108,8 +108,8 @@ Result<Io> Socket::connect(const std::string& host, int port, Wait& wait, Socket
       if (!s) continue;
       if (::connect(s.descriptor(), a->ai_addr, a->ai_addrlen) != 0) {
         if (errno != EINPROGRESS) continue;
-        pollfd place{.fd = s.descriptor(), .events = POLLOUT, .revents = 0};
-        if (const Io ended = wait_for({&place, 1}, wait); ended != Io::done) return ended;
+        pollfd polled{.fd = s.descriptor(), .events = POLLOUT, .revents = 0};
+        if (const Io ended = wait_for({&polled, 1}, wait); ended != Io::done) return ended;
         int error = 0;
         socklen_t size = sizeof error;
         if (::getsockopt(s.descriptor(), SOL_SOCKET, SO_ERROR, &error, &size) != 0 || error != 0) continue;
@@ -136,8 +136,8 @@ Io Socket::send(std::span<const std::byte> bytes, Wait& wait) const {
       continue;
     }
     if (!would_wait(errno)) return Io::gone;
-    pollfd place{.fd = descriptor_, .events = POLLOUT, .revents = 0};
-    if (const Io ended = wait_for({&place, 1}, wait); ended != Io::done) return ended;
+    pollfd polled{.fd = descriptor_, .events = POLLOUT, .revents = 0};
+    if (const Io ended = wait_for({&polled, 1}, wait); ended != Io::done) return ended;
   }
   return Io::done;
 }
@@ -150,8 +150,8 @@ Io Socket::receive(std::span<std::byte> bytes, Wait& wait) const {
       continue;
     }
     if (n == 0 || !would_wait(errno)) return Io::gone;
-    pollfd place{.fd = descriptor_, .events = POLLIN, .revents = 0};
-    if (const Io ended = wait_for({&place, 1}, wait); ended != Io::done) return ended;
+    pollfd polled{.fd = descriptor_, .events = POLLIN, .revents = 0};
+    if (const Io ended = wait_for({&polled, 1}, wait); ended != Io::done) return ended;
   }
   return Io::done;
 }

@@ -24,8 +24,8 @@ Wait wait_seconds(double seconds, std::function<Status()> check = {});
 /// How a call has ended: done; the other side has closed the connection; too late; ended by Wait::check.
 enum class Io { done, gone, late, stopped };
 
-/// Waits until one of the places is ready.
-Io wait_for(std::span<pollfd> places, Wait& wait);
+/// Waits until one of the sockets is ready.
+Io wait_for(std::span<pollfd> sockets, Wait& wait);
 /// Waits for so long, as before another attempt.
 Io pause(double seconds, Wait& wait);
 

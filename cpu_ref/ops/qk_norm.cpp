@@ -18,7 +18,7 @@ Status run(const ops::QkNorm::Args& a) {
     return parallel_for(d.tokens, [&](std::int64_t t) {
       for (int part = 0; part < 3; ++part)
         for (std::int64_t h = 0; h < (part == 0 ? d.heads : d.kv_heads); ++h) {
-          const std::int64_t at = (t * (d.heads + 2 * d.kv_heads) + d.qkv().place(part, h)) * d.head_dim;
+          const std::int64_t at = (t * (d.heads + 2 * d.kv_heads) + d.qkv().index(part, h)) * d.head_dim;
           const Eigen::Map<const Array<Real>> x(from + at, d.head_dim);
           Eigen::Map<Array<Real>> y(to + at, d.head_dim);
           if (part == 2)

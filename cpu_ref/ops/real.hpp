@@ -72,9 +72,9 @@ Status check_pages(std::string_view op, const Args& a, const Dims& d, const std:
     with_cache_view(a.k_cache, a.page_table, stream, [&](const auto& view) {
       for (std::int64_t e = first(run, length); e < length; ++e) {
         if (e >= stream.sinks) e = std::max(e, length - d.capacity + stream.sinks);
-        std::int64_t place = e;
-        if constexpr (requires { view.place(e); }) place = view.place(e);
-        used[std::size_t(place / d.pool.page_entries)] = 1;
+        std::int64_t index = e;
+        if constexpr (requires { view.stored_index(e); }) index = view.stored_index(e);
+        used[std::size_t(index / d.pool.page_entries)] = 1;
       }
     });
     for (std::int64_t i = 0; i < pages; ++i) {

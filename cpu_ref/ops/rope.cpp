@@ -25,7 +25,7 @@ Status run(const ops::Rope::Args& a) {
         std::copy(x + d.rotary_dim, x + d.head_dim, y + d.rotary_dim);
       };
       const auto source = [&](int part, std::int64_t h) {
-        return qkv + (t * (d.heads + 2 * d.kv_heads) + d.qkv().place(part, h)) * d.head_dim;
+        return qkv + (t * (d.heads + 2 * d.kv_heads) + d.qkv().index(part, h)) * d.head_dim;
       };
       const auto target = [&](const AnyView<3>& to, std::int64_t h) {
         return to.as<Real>().data + (t * to.shape[1] + h) * d.head_dim;

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/model/passes.hpp"
-#include "cuda/model/place.hpp"
+#include "cuda/model/arena.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/persistent/persistent_kernel.hpp"
 #include "cuda/runtime/check.hpp"

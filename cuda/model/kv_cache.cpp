@@ -6,9 +6,9 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/model/arena.hpp"
 #include "cuda/model/extend.hpp"
 #include "cuda/model/pages.hpp"
-#include "cuda/model/place.hpp"
 #include "cuda/runtime/check.hpp"
 
 namespace cf::cuda {
@@ -22,18 +22,18 @@ struct CacheTensors {
   View<std::int32_t, 1> kv_len{}, positions{};
   View<std::int32_t, 2> page_table{};
 
-  void place(Arena& arena, const ModelShape& shape, DType dtype, std::int64_t batch, std::int64_t capacity,
-             const PageSizes& pool) {
+  void allocate(Arena& arena, const ModelShape& shape, DType dtype, std::int64_t batch, std::int64_t capacity,
+                const PageSizes& pool) {
     for (LayerCache& layer : layers)
       for (AnyView<4>* v : {&layer.k, &layer.v})
-        arena.place(
+        arena.allocate(
             *v,
             extents(pool ? pool.pages : batch, shape.num_kv_heads, pool ? pool.page_entries : capacity, shape.head_dim),
             dtype);
-    arena.place(kv_len, extents(batch), DType::i32);
-    arena.place(positions, extents(batch * capacity), DType::i32);
+    arena.allocate(kv_len, extents(batch), DType::i32);
+    arena.allocate(positions, extents(batch * capacity), DType::i32);
     if (pool)
-      arena.place(page_table, extents(batch, (capacity + pool.page_entries - 1) / pool.page_entries), DType::i32);
+      arena.allocate(page_table, extents(batch, (capacity + pool.page_entries - 1) / pool.page_entries), DType::i32);
   }
 };
 
@@ -59,7 +59,7 @@ struct KvCache::State : CacheTensors {
 
   std::size_t lay_out(std::byte* block) {
     Arena arena(block);
-    place(arena, shape, dtype, batch, capacity, kind.pool);
+    allocate(arena, shape, dtype, batch, capacity, kind.pool);
     return arena.bytes();
   }
 
@@ -114,7 +114,7 @@ double KvCache::bytes(const ModelSpec& model, DType dtype, std::int64_t batch, s
                       const CacheKind& kind) {
   CacheTensors tensors{.layers = std::vector<LayerCache>(std::size_t(model.shape.num_layers))};
   Arena arena(nullptr);
-  tensors.place(arena, model.shape, dtype, batch, capacity, kind.pool);
+  tensors.allocate(arena, model.shape, dtype, batch, capacity, kind.pool);
   return arena.measured();
 }
 
@@ -167,7 +167,7 @@ Status KvCache::set_pages(std::span<const PagePool::Copy> copies, std::span<cons
   const Context context = s.context.on_stream(stream);
   if (!copies.empty()) {
     const LayerCache& first = s.layers.front();
-    // Keys and values of the layers lie one behind the other, as place() lays them out.
+    // Keys and values of the layers lie one behind the other, as allocate() lays them out.
     const auto stride = static_cast<const std::byte*>(first.v.data) - static_cast<const std::byte*>(first.k.data);
     CF_TRY(enqueue_page_copies(first.k, stride, 2 * std::int64_t(s.layers.size()), copies, context));
   }

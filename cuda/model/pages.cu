@@ -23,7 +23,7 @@ struct Copies {
 __global__ void cells_kernel(const __grid_constant__ Cells cells, int count, std::int32_t* table) {
   wait_for_predecessors();
   const int i = int(blockIdx.x * blockDim.x + threadIdx.x);
-  if (i < count && cells.cell[i].page >= 0) table[cells.cell[i].place] = cells.cell[i].page;
+  if (i < count && cells.cell[i].page >= 0) table[cells.cell[i].index] = cells.cell[i].page;
 }
 
 /// Block (t, h, i) copies head h of copy i in tensor t. Sizes are in vectors of 16 bytes.

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/model/fp8.hpp"
-#include "cuda/model/place.hpp"
+#include "cuda/model/arena.hpp"
 #include "cuda/runtime/check.hpp"
 #include "cuda/runtime/upload.hpp"
 #include "cuda/step/choose.hpp"
@@ -34,7 +34,7 @@ Status check_biases(const ModelSpec& spec, std::int64_t layer, const LayerWeight
 }
 
 /// Refuses an address at which kernels cannot read a weight.
-Status check_place(const Context& context, const std::string& name, const void* data) {
+Status check_address(const Context& context, const std::string& name, const void* data) {
   cudaPointerAttributes found{};
   CF_TRY(from_cuda(cudaPointerGetAttributes(&found, data), "cudaPointerGetAttributes"));
   const bool on_device = found.type == cudaMemoryTypeDevice || found.type == cudaMemoryTypeManaged;
@@ -79,7 +79,7 @@ Status check_in_place(const Context& context, const ModelSpec& m, const std::str
   CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(kName, *packed));
   if (layout.pairs != pack_hint(site, m).pairs)
     return bad_argument(kName, "'" + weight + "' is packed in an order of rows that this model's steps do not read");
-  return check_place(context, weight, packed->data.data);
+  return check_address(context, weight, packed->data.data);
 }
 
 }  // namespace
@@ -125,7 +125,7 @@ std::size_t ResidentWeights::State::lay_out(std::byte* block) {
   Arena arena(block);
   for (Layer& layer : layers)
     for_each_weight(model, layer.weights,
-                    [&](const TensorSpec&, auto& view, auto shape) { arena.place(view, shape, dtype); });
+                    [&](const TensorSpec&, auto& view, auto shape) { arena.allocate(view, shape, dtype); });
   return arena.bytes();
 }
 
@@ -169,12 +169,12 @@ Result<std::vector<Packed>> ResidentWeights::State::pack_layer(std::int64_t laye
 Status ResidentWeights::State::load_packed(std::int64_t layer, const LayerWeights& source) {
   CF_TRY_ASSIGN(const std::vector<Packed> packed, pack_layer(layer, source));
   Layer& to = at(layer);
-  const std::vector<PackedWeight*> places = packed_of(layer);
+  const std::vector<PackedWeight*> targets = packed_of(layer);
   const auto lay_out = [&](Arena& arena) {
-    for (std::size_t l = 0; l < places.size(); ++l) {
-      if (!places[l]) continue;
-      *places[l] = std::get<PackedWeight>(packed[l].weight);
-      arena.place(places[l]->data, places[l]->data.shape, DType::i32);
+    for (std::size_t l = 0; l < targets.size(); ++l) {
+      if (!targets[l]) continue;
+      *targets[l] = std::get<PackedWeight>(packed[l].weight);
+      arena.allocate(targets[l]->data, targets[l]->data.shape, DType::i32);
     }
   };
   Arena measure(nullptr);
@@ -184,10 +184,10 @@ Status ResidentWeights::State::load_packed(std::int64_t layer, const LayerWeight
                 DeviceMemory::create(context, measure.bytes(), layer_prefix(layer) + "packed weights"));
   Arena arena(block.data());
   lay_out(arena);
-  for (std::size_t l = 0; l < places.size(); ++l)
-    if (places[l])
-      CF_TRY(copy_to_device(context, const_cast<std::int32_t*>(places[l]->data.data), packed[l].storage.data(),
-                            std::size_t(places[l]->data.bytes())));
+  for (std::size_t l = 0; l < targets.size(); ++l)
+    if (targets[l])
+      CF_TRY(copy_to_device(context, const_cast<std::int32_t*>(targets[l]->data.data), packed[l].storage.data(),
+                            std::size_t(targets[l]->data.bytes())));
   to.packed = std::move(block);
   return {};
 }
@@ -244,17 +244,17 @@ Status ResidentWeights::load_layer(std::int64_t layer, const LayerWeights& sourc
   to.loaded = false;
   s.version = next_version();
   CF_TRY(s.load_packed(layer, source));
-  // The source's dense tensors come in the order of the places.
-  std::vector<const void*> places;
+  // The source's dense tensors come in the order of the targets.
+  std::vector<const void*> targets;
   for_each_weight(s.model, to.weights,
-                  [&](const TensorSpec&, const auto& view, const auto&) { places.push_back(view.data); });
+                  [&](const TensorSpec&, const auto& view, const auto&) { targets.push_back(view.data); });
   std::size_t i = 0;
   Status status;
   for_each_weight(s.model, source, [&]<class V>(const TensorSpec& t, const V& view, const auto& shape) {
     if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>) {
       // The memory is this object's own; only its users' views of it are const.
-      const AnyView<V::rank> place(const_cast<void*>(places[i++]), shape, s.dtype);
-      if (status) status = copy_in<V::rank>(s.context, kName, layer_prefix(layer) + std::string(t.name), place, view);
+      const AnyView<V::rank> target(const_cast<void*>(targets[i++]), shape, s.dtype);
+      if (status) status = copy_in<V::rank>(s.context, kName, layer_prefix(layer) + std::string(t.name), target, view);
     }
   });
   to.loaded = bool(status);
@@ -270,17 +270,17 @@ Result<ResidentWeights> ResidentWeights::load(const Context& context, const Mode
   const auto lay_out = [&](std::byte* block) {
     Arena arena(block);
     for_each_model_weight(spec, s.outside,
-                          [&](const TensorSpec&, auto& view, auto shape) { arena.place(view, shape, dtype); });
+                          [&](const TensorSpec&, auto& view, auto shape) { arena.allocate(view, shape, dtype); });
     return arena.bytes();
   };
   CF_TRY_ASSIGN(s.outside_memory, DeviceMemory::create(context, lay_out(nullptr), "embedding, final norm and LM head"));
   lay_out(s.outside_memory.data());
   tie_embeddings(spec, s.outside);
 
-  // The source's tensors come in the order of the places.
-  std::vector<const void*> places;
+  // The source's tensors come in the order of the targets.
+  std::vector<const void*> targets;
   for_each_model_weight(spec, s.outside,
-                        [&](const TensorSpec&, const auto& view, auto) { places.push_back(view.data); });
+                        [&](const TensorSpec&, const auto& view, auto) { targets.push_back(view.data); });
   ModelWeights source{.embed_in = model.embed_in,
                       .embed_positions = model.embed_positions,
                       .layers = {},
@@ -290,8 +290,8 @@ Result<ResidentWeights> ResidentWeights::load(const Context& context, const Mode
   Status status;
   for_each_model_weight(spec, source, [&]<class V>(const TensorSpec& t, const V& view, const auto& shape) {
     if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>) {
-      const AnyView<V::rank> place(const_cast<void*>(places[i++]), shape, dtype);
-      if (status) status = copy_in<V::rank>(context, kName, std::string(t.name), place, view);
+      const AnyView<V::rank> target(const_cast<void*>(targets[i++]), shape, dtype);
+      if (status) status = copy_in<V::rank>(context, kName, std::string(t.name), target, view);
     }
   });
   CF_TRY(status);
@@ -316,11 +316,11 @@ Status ResidentWeights::swap(const ModelWeights& model) {
   for (std::int64_t l = 0; l < s.range.count(); ++l) {
     CF_TRY(check_biases(s.model, l, model.layers[std::size_t(l)]));
     CF_TRY_ASSIGN(packed.emplace_back(), s.pack_layer(l, model.layers[std::size_t(l)]));
-    const std::vector<PackedWeight*> places = s.packed_of(l);
-    for (std::size_t i = 0; i < places.size(); ++i) {
-      if (!places[i]) continue;
+    const std::vector<PackedWeight*> targets = s.packed_of(l);
+    for (std::size_t i = 0; i < targets.size(); ++i) {
+      if (!targets[i]) continue;
       CF_TRY_ASSIGN(const GptqLayout made, gptq_layout(kName, std::get<PackedWeight>(packed.back()[i].weight)));
-      CF_TRY_ASSIGN(const GptqLayout before, gptq_layout(kName, *places[i]));
+      CF_TRY_ASSIGN(const GptqLayout before, gptq_layout(kName, *targets[i]));
       if (!is_same(made, before))
         return Status::error(Code::unimplemented, std::string(kName) + ": " + layer_prefix(l) +
                                                       "swap: a quantised weight is packed in another layout than the "
@@ -352,11 +352,11 @@ Status ResidentWeights::swap(const ModelWeights& model) {
   });
   CF_TRY(status);
   for (std::int64_t l = 0; l < s.range.count(); ++l) {
-    const std::vector<PackedWeight*> places = s.packed_of(l);
-    for (std::size_t i = 0; i < places.size(); ++i)
-      if (places[i])
-        copies.push_back({const_cast<std::int32_t*>(places[i]->data.data), packed[std::size_t(l)][i].storage.data(),
-                          std::size_t(places[i]->data.bytes())});
+    const std::vector<PackedWeight*> targets = s.packed_of(l);
+    for (std::size_t i = 0; i < targets.size(); ++i)
+      if (targets[i])
+        copies.push_back({const_cast<std::int32_t*>(targets[i]->data.data), packed[std::size_t(l)][i].storage.data(),
+                          std::size_t(targets[i]->data.bytes())});
   }
   CF_TRY_ASSIGN(Upload upload, Upload::create(s.context));
   const auto set_loaded = [&](bool loaded) {
@@ -398,7 +398,7 @@ Result<ResidentWeights> ResidentWeights::in_place(const Context& context, const 
     if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>) {
       const std::string name(t.name);
       if (status) status = check_source<V::rank>(kName, name, view, shape, dtype);
-      if (status) status = check_place(context, name, view.data);
+      if (status) status = check_address(context, name, view.data);
     }
   });
   CF_TRY(status);

@@ -11,11 +11,11 @@ namespace cf::cuda {
 struct StreamTable {
   View<float, 2> cos, sin;            // (2 * tokens, half)
   View<const double, 1> frequencies;  // (half)
-  std::int64_t last_place;            // that a query has in a full cache
+  std::int64_t last_position;         // that a query has within a full cache
 };
 
 /// Adds the launch that makes rows i and tokens + i of the table for the token at positions[i]: for its position, and
-/// for the place of its query in the cache. The angles, their cosines and sines are of double, rounded once, as
+/// for its query's position within the cache. The angles, their cosines and sines are of double, rounded once, as
 /// ops::rope_rows() has them.
 Status add_stream_rows(const StreamTable& table, View<const std::int32_t, 1> positions, LaunchList& launches);
 

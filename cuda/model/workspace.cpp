@@ -10,8 +10,8 @@
 
 #include "core/model/streams.hpp"
 #include "core/ops/rope.hpp"
+#include "cuda/model/arena.hpp"
 #include "cuda/model/linear_scratch.hpp"
-#include "cuda/model/place.hpp"
 #include "cuda/model/stream_rows.hpp"
 #include "cuda/runtime/check.hpp"
 
@@ -31,22 +31,22 @@ struct StepTensors {
   View<std::int32_t, 1> rows;  // (2 * tokens)
   View<double, 1> frequencies;
 
-  void place(Arena& arena, const ModelShape& shape, DType activation, std::int64_t tokens, std::int64_t table_rows,
-             std::size_t scratch_bytes, const KeyWindow& stream) {
+  void allocate(Arena& arena, const ModelShape& shape, DType activation, std::int64_t tokens, std::int64_t table_rows,
+                std::size_t scratch_bytes, const KeyWindow& stream) {
     for_each_activation(
         shape, {.batch = tokens, .q_len = 1, .sinks = stream.sinks > 0},
         [&](const TensorSpec& t, auto& view, auto size) {
-          if (t.role == Role::output) arena.place(view, size, activation);
+          if (t.role == Role::output) arena.allocate(view, size, activation);
         },
         all);
     outputs[0] = all.output;
-    for (AnyView<2>* v : {&hidden, &outputs[1]}) arena.place(*v, all.output.shape, activation);
+    for (AnyView<2>* v : {&hidden, &outputs[1]}) arena.allocate(*v, all.output.shape, activation);
     if (shape.rotary_dim > 0)
-      for (View<float, 2>* v : {&cos, &sin}) arena.place(*v, extents(table_rows, shape.rotary_dim / 2), DType::f32);
-    arena.place(scratch, extents(std::int64_t(scratch_bytes / 4)), DType::i32);
+      for (View<float, 2>* v : {&cos, &sin}) arena.allocate(*v, extents(table_rows, shape.rotary_dim / 2), DType::f32);
+    arena.allocate(scratch, extents(std::int64_t(scratch_bytes / 4)), DType::i32);
     if (!stream) return;
-    arena.place(rows, extents(table_rows), DType::i32);
-    arena.place(frequencies, extents(shape.rotary_dim / 2), DType::f64);
+    arena.allocate(rows, extents(table_rows), DType::i32);
+    arena.allocate(frequencies, extents(shape.rotary_dim / 2), DType::f64);
   }
 };
 
@@ -60,7 +60,7 @@ struct Workspace::State : StepTensors {
 
   std::size_t lay_out(std::byte* block) {
     Arena arena(block);
-    place(arena, shape, activation, tokens, table_rows, scratch_bytes, stream);
+    allocate(arena, shape, activation, tokens, table_rows, scratch_bytes, stream);
     return arena.bytes();
   }
 
@@ -116,8 +116,8 @@ double Workspace::bytes(const ModelSpec& model, DType activation, std::int64_t t
                         bool quantised, bool invariant, const KeyWindow& stream) {
   StepTensors tensors;
   Arena arena(nullptr);
-  tensors.place(arena, model.shape, activation, tokens, stream ? 2 * tokens : table_rows,
-                linear_scratch_bytes(model, activation, tokens, quantised, invariant), stream);
+  tensors.allocate(arena, model.shape, activation, tokens, stream ? 2 * tokens : table_rows,
+                   linear_scratch_bytes(model, activation, tokens, quantised, invariant), stream);
   return arena.measured();
 }
 
@@ -181,7 +181,7 @@ Status Workspace::add_rope_rows(View<const std::int32_t, 1> positions, LaunchLis
   return add_stream_rows({.cos = s.cos,
                           .sin = s.sin,
                           .frequencies = {s.frequencies.data, s.frequencies.shape},
-                          .last_place = place_in_stream(s.stream, kMostStreamTokens)},
+                          .last_position = position_in_cache(s.stream, kMostStreamTokens)},
                          positions, launches);
 }
 

@@ -46,8 +46,8 @@ class AnyCacheView {
   CF_HD constexpr int head_dim() const { return head_dim_; }
   CF_HD constexpr std::int64_t head_stride() const { return std::int64_t(matrix_rows_) * head_dim_; }
 
-  /// The place of an entry among those of its sequence: its number, but in a stream.
-  CF_HD constexpr std::int64_t place(std::int64_t entry) const {
+  /// The index of an entry among those that its sequence keeps: its number, but in a stream.
+  CF_HD constexpr std::int64_t stored_index(std::int64_t entry) const {
     if (!is_stream() || entry < capacity_) return entry;
     return sinks_ + std::uint32_t(entry - sinks_) % std::uint32_t(ring_);
   }
@@ -64,8 +64,8 @@ class AnyCacheView {
   template <class PageOf>
   CF_HD constexpr CacheRows rows(std::int64_t sequence, std::int64_t head, std::int64_t first, std::int64_t n,
                                  PageOf&& page_of) const {
-    const std::int64_t at = place(first);
-    const MatrixRow from = at_place(sequence, head, at, page_of);
+    const std::int64_t at = stored_index(first);
+    const MatrixRow from = at_index(sequence, head, at, page_of);
     if (is_stream()) n = capacity_ - at < n ? capacity_ - at : n;
     if (in_pages()) n = matrix_rows_ - from.row < n ? matrix_rows_ - from.row : n;
     return {first_element(from), n};
@@ -78,19 +78,19 @@ class AnyCacheView {
   CF_HD constexpr std::int64_t matrix_rows() const { return matrix_rows_; }
   /// Where an entry lies in the stack.
   CF_HD constexpr MatrixRow matrix_row(std::int64_t sequence, std::int64_t head, std::int64_t entry) const {
-    return at_place(sequence, head, place(entry));
+    return at_index(sequence, head, stored_index(entry));
   }
-  /// Where a place lies in the stack.
-  CF_HD constexpr MatrixRow at_place(std::int64_t sequence, std::int64_t head, std::int64_t place) const {
-    return at_place(sequence, head, place, [&](std::uint32_t i) { return page(sequence, i); });
+  /// Where the entry of an index lies in the stack.
+  CF_HD constexpr MatrixRow at_index(std::int64_t sequence, std::int64_t head, std::int64_t index) const {
+    return at_index(sequence, head, index, [&](std::uint32_t i) { return page(sequence, i); });
   }
   template <class PageOf>
-  CF_HD constexpr MatrixRow at_place(std::int64_t sequence, std::int64_t head, std::int64_t place,
+  CF_HD constexpr MatrixRow at_index(std::int64_t sequence, std::int64_t head, std::int64_t index,
                                      PageOf&& page_of) const {
-    if (!in_pages()) return {sequence * heads_ + head, place};
-    const std::uint32_t i = std::uint32_t(place) / std::uint32_t(matrix_rows_);
+    if (!in_pages()) return {sequence * heads_ + head, index};
+    const std::uint32_t i = std::uint32_t(index) / std::uint32_t(matrix_rows_);
     return {std::int64_t(page_of(i)) * heads_ + head,
-            std::int64_t(std::uint32_t(place) - i * std::uint32_t(matrix_rows_))};
+            std::int64_t(std::uint32_t(index) - i * std::uint32_t(matrix_rows_))};
   }
   /// The pages that a sequence may have; 0 without a table.
   CF_HD constexpr int pages() const { return pages_; }

@@ -117,14 +117,14 @@ constexpr void for_each_words(Exchange& x, const ExchangeSizes& s, F f) {
 
 /// Gives an exchange its memory, each array at a multiple of 256 bytes, and returns the bytes that this takes. Without
 /// memory it only counts them.
-inline std::size_t place_words(Exchange& x, const ExchangeSizes& sizes, std::byte* memory) {
+inline std::size_t allocate_words(Exchange& x, const ExchangeSizes& sizes, std::byte* memory) {
   std::size_t end = 0;
-  const auto place = [&](auto*& p, std::int64_t count) {
+  const auto allocate = [&](auto*& p, std::int64_t count) {
     p = memory ? reinterpret_cast<std::remove_reference_t<decltype(p)>>(memory + end) : nullptr;
     end += (std::size_t(count) * sizeof(*p) + 255) / 256 * 256;
   };
-  for_each_words(x, sizes, [&](auto*& p, std::int64_t count, const WordSpec&) { place(p, count); });
-  place(x.grid_state, 1);
+  for_each_words(x, sizes, [&](auto*& p, std::int64_t count, const WordSpec&) { allocate(p, count); });
+  allocate(x.grid_state, 1);
   return end;
 }
 

@@ -64,7 +64,7 @@ struct PersistentDims {
 
 inline PersistentDims persistent_dims(const PersistentModel& m, std::int64_t batch) {
   const ops::QkvHeads qkv{m.heads, m.kv_heads, m.qkv_layout};
-  const auto offset = [&](int part, std::int64_t head) { return int(qkv.place(part, head) * m.head_dim); };
+  const auto offset = [&](int part, std::int64_t head) { return int(qkv.index(part, head) * m.head_dim); };
   return {.hidden = int(m.hidden_size),
           .heads = int(m.heads),
           .kv_heads = int(m.kv_heads),
@@ -184,7 +184,7 @@ constexpr DigitOffsets digit_offsets(const PersistentDims& d, const PersistentPl
 constexpr PersistentLayout persistent_layout(const PersistentDims& d, const PersistentPlan& p) {
   PersistentLayout l{};
   int end = 0;
-  const auto place = [&](int bytes, int alignment = 128) {
+  const auto allocate = [&](int bytes, int alignment = 128) {
     const int begin = (end + alignment - 1) / alignment * alignment;
     end = begin + bytes;
     return begin;
@@ -198,22 +198,22 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
             gathered_bytes = p.attention_splits > 1 ? merged_partials(p) * partial_floats(d.head_dim) * 4 : 0;
 
   // Small parts lie close together: wasted bytes could cost the ring a stage.
-  l.barriers = place((2 * kMaxRingStages + kSignals) * 8);
-  l.notice = place(int(sizeof(BlockNotice)), 8);
-  l.layer_pointers = place(2 * int(sizeof(LayerPointers)), 16);
-  for (int* words : {&l.lengths, &l.positions, &l.newest_pages, &l.ids}) *words = place(d.batch * 4, 4);
-  l.best = place(d.batch * 8, 8);
-  l.warp_states = place(kConsumerWarps * (p.gqa_heads > d.batch ? p.gqa_heads : d.batch) * 8, 16);
+  l.barriers = allocate((2 * kMaxRingStages + kSignals) * 8);
+  l.notice = allocate(int(sizeof(BlockNotice)), 8);
+  l.layer_pointers = allocate(2 * int(sizeof(LayerPointers)), 16);
+  for (int* words : {&l.lengths, &l.positions, &l.newest_pages, &l.ids}) *words = allocate(d.batch * 4, 4);
+  l.best = allocate(d.batch * 8, 8);
+  l.warp_states = allocate(kConsumerWarps * (p.gqa_heads > d.batch ? p.gqa_heads : d.batch) * 8, 16);
   l.best_of_warps = l.warp_states;
-  l.angles = place(d.batch * 2 * d.half_rotary * 4);
-  l.new_token = place((p.gqa_heads * query_stride(d.head_dim, p.gqa_heads) + 2 * d.head_dim) * 2);
+  l.angles = allocate(d.batch * 2 * d.half_rotary * 4);
+  l.new_token = allocate((p.gqa_heads * query_stride(d.head_dim, p.gqa_heads) + 2 * d.head_dim) * 2);
   const auto add_partials = [&] {
-    l.warp_values = place(values_bytes);
-    l.gathered = place(gathered_bytes);
+    l.warp_values = allocate(values_bytes);
+    l.gathered = allocate(gathered_bytes);
   };
   // Places tokens. Where the plan says so, the partial results of attention have the same memory.
   const auto add_tokens = [&](int bytes, PartialsIn at) {
-    const int begin = place(bytes), end_of_tokens = end;
+    const int begin = allocate(bytes), end_of_tokens = end;
     if (p.partials_in != at) return begin;
     end = begin;
     add_partials();
@@ -221,14 +221,14 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
     return begin;
   };
   if (p.partials_in == PartialsIn::own) add_partials();
-  l.moments = place(2 * kConsumerWarps * kMomentsBytes);
-  l.norm_weights = place(p.shared_norms ? 4 * d.hidden * 2 : 0);
+  l.moments = allocate(2 * kConsumerWarps * kMomentsBytes);
+  l.norm_weights = allocate(p.shared_norms ? 4 * d.hidden * 2 : 0);
   l.attn_x = add_tokens(tiles ? token_bytes : d.batch * l.hidden_row, PartialsIn::attn_x);
   l.mlp_x = p.act_in_registers ? l.attn_x : add_tokens(token_bytes, PartialsIn::mlp_x);
-  place(packed ? digit_offsets(d, p, l).end - end : 0);
-  l.residual = place(p.out_rows * d.batch * 4);
-  l.sums = place((kConsumerWarps * p.warp_rows + p.shared_sums) * d.batch * (tiles || packed ? 1 : 8) * 4);
-  l.ring = place(p.ring_bytes);
+  allocate(packed ? digit_offsets(d, p, l).end - end : 0);
+  l.residual = allocate(p.out_rows * d.batch * 4);
+  l.sums = allocate((kConsumerWarps * p.warp_rows + p.shared_sums) * d.batch * (tiles || packed ? 1 : 8) * 4);
+  l.ring = allocate(p.ring_bytes);
   l.bytes = (end + 127) / 128 * 128;
   if (!is_rows(p.products)) l.bytes += 512;  // a tile product may load so many bytes beyond a slice's columns
   return l;

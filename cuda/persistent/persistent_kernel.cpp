@@ -172,7 +172,7 @@ Result<LayerKind> layer_kind(const PersistentDims& d, const PersistentPlan& plan
                     std::to_string(columns) + " columns of '" + weight + "'");
     kind.packed[std::size_t(which)] = {
         .scales = layout.code_words() * 4,
-        .input_columns = layout.in_order ? 0 : (layout.words() - layout.place_words()) * 4,
+        .input_columns = layout.in_order ? 0 : (layout.words() - layout.inverse_words()) * 4,
         .inputs = in,
         .columns = columns,
         .groups = layout.groups,
@@ -244,21 +244,21 @@ CachePointers cache_pointers(const LayerCache& cache) {
 
 /// The scratch memory: the exchange, then the zeros that are RMSNorm's beta. Gives `a` its pointers to both and returns
 /// the bytes that this takes. Without memory it only counts them.
-std::size_t place_scratch(std::byte* memory, PersistentArguments& a) {
+std::size_t allocate_scratch(std::byte* memory, PersistentArguments& a) {
   const PersistentDims& d = a.dims;
-  const std::size_t words = place_words(a.exchange,
-                                        {.batch = d.batch,
-                                         .hidden = d.hidden,
-                                         .qkv_rows = d.qkv_rows,
-                                         .heads = d.heads,
-                                         .head_dim = d.head_dim,
-                                         .intermediate = d.intermediate,
-                                         .grid = a.plan.grid,
-                                         .splits = a.plan.attention_splits,
-                                         .partial_floats = partial_floats(d.head_dim),
-                                         .tiled = is_tiled(a.plan.products),
-                                         .has_head = a.head_layer >= 0},
-                                        memory);
+  const std::size_t words = allocate_words(a.exchange,
+                                           {.batch = d.batch,
+                                            .hidden = d.hidden,
+                                            .qkv_rows = d.qkv_rows,
+                                            .heads = d.heads,
+                                            .head_dim = d.head_dim,
+                                            .intermediate = d.intermediate,
+                                            .grid = a.plan.grid,
+                                            .splits = a.plan.attention_splits,
+                                            .partial_floats = partial_floats(d.head_dim),
+                                            .tiled = is_tiled(a.plan.products),
+                                            .has_head = a.head_layer >= 0},
+                                           memory);
   if (!a.rms_norm) return words;
   a.no_beta = memory ? reinterpret_cast<std::uint16_t*>(memory + words) : nullptr;
   return words + std::size_t(d.hidden) * sizeof(*a.no_beta);
@@ -390,9 +390,9 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
 
   PersistentArguments& a = state->arguments;
   CF_TRY_ASSIGN(DeviceMemory scratch,
-                DeviceMemory::create(context, place_scratch(nullptr, a), "the persistent kernel's scratch memory"));
+                DeviceMemory::create(context, allocate_scratch(nullptr, a), "the persistent kernel's scratch memory"));
   state->scratch = std::move(scratch);
-  place_scratch(state->scratch.data(), a);
+  allocate_scratch(state->scratch.data(), a);
   CF_TRY(from_cuda(cudaMemsetAsync(state->scratch.data(), 0, state->scratch.bytes(), context.stream()),
                    "cudaMemsetAsync"));
   if (a.rms_norm)

@@ -81,24 +81,25 @@ struct PassWords {
 
 }  // namespace
 
-void OwnTensors::place(Arena& arena, const ModelSpec& spec, DType dtype, const Model::Options& options) {
+void OwnTensors::allocate(Arena& arena, const ModelSpec& spec, DType dtype, const Model::Options& options) {
   const PassWords words(options);
   const std::int64_t slots = options.slots, vocab = spec.shape.vocab_size;
-  for (View<std::int32_t, 1>* v : {&step.ids, &prompt_lengths, &chosen}) arena.place(*v, extents(slots), DType::i32);
+  for (View<std::int32_t, 1>* v : {&step.ids, &prompt_lengths, &chosen}) arena.allocate(*v, extents(slots), DType::i32);
   // The host copies the four as one.
   View<std::int32_t, 1> pass;
-  arena.place(pass, extents(words.all()), DType::i32);
+  arena.allocate(pass, extents(words.all()), DType::i32);
   prompt_ids = {pass.data, {words.tokens}};
   prompt_positions = {prompt_ids.data + words.tokens, {words.tokens}};
   prompt_kv_len = {prompt_positions.data + words.tokens, {slots}};
   pass_rows = {prompt_kv_len.data + words.slots, {words.tokens}};
-  arena.place(seen, extents(slots * seen_words(vocab)), DType::i32);
+  arena.allocate(seen, extents(slots * seen_words(vocab)), DType::i32);
   for (auto& s : settings)
-    arena.place(s, extents(slots * std::int64_t(sizeof(SlotSampling) / sizeof(std::int32_t))), DType::i32);
-  arena.place(final_norm, extents(most_tokens(options), spec.shape.hidden_size), dtype);
-  if (spec.ranks > 1) arena.place(head_part, extents(std::min(slots, Model::kRankHeadRows), vocab / spec.ranks), dtype);
-  for (AnyView<2>& l : logits) arena.place(l, extents(slots, vocab), dtype);
-  arena.place(prompt_logits, extents(std::min(slots, kPassLogits), vocab), dtype);
+    arena.allocate(s, extents(slots * std::int64_t(sizeof(SlotSampling) / sizeof(std::int32_t))), DType::i32);
+  arena.allocate(final_norm, extents(most_tokens(options), spec.shape.hidden_size), dtype);
+  if (spec.ranks > 1)
+    arena.allocate(head_part, extents(std::min(slots, Model::kRankHeadRows), vocab / spec.ranks), dtype);
+  for (AnyView<2>& l : logits) arena.allocate(l, extents(slots, vocab), dtype);
+  arena.allocate(prompt_logits, extents(std::min(slots, kPassLogits), vocab), dtype);
 }
 
 ModelTensors Model::State::tensors(std::int64_t slot, const StepSizes& sizes, const StepArrays& arrays,
@@ -148,7 +149,7 @@ ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const O
   const DType dtype = dtype_of_weights(weights);
   OwnTensors own;
   Arena arena(nullptr);
-  own.place(arena, m, dtype, o);
+  own.allocate(arena, m, dtype, o);
   return {.weights = o.in_place ? 0 : double(weight_bytes(m, weights)),
           .cache = KvCache::bytes(m, dtype, o.slots, o.capacity, kind_of(m, o)),
           .workspace = arena.measured() + Workspace::bytes(m, dtype, most_tokens(o), o.capacity,

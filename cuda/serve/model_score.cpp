@@ -70,11 +70,11 @@ class Model::State::ScoreCall {
 
 std::size_t Model::State::ScoreCall::lay_out(std::byte* block) {
   Arena arena(block);
-  arena.place(norm_, extents(kScoredRows, s_.spec.shape.hidden_size), s_.workspace.activation());
-  arena.place(logits_, extents(kScoredRows, s_.spec.shape.vocab_size), s_.workspace.activation());
-  arena.place(device_asked_, extents(ids()), DType::i32);
-  arena.place(device_end_, extents(rows()), DType::i32);
-  arena.place(answers_, extents(answer_words()), DType::i32);
+  arena.allocate(norm_, extents(kScoredRows, s_.spec.shape.hidden_size), s_.workspace.activation());
+  arena.allocate(logits_, extents(kScoredRows, s_.spec.shape.vocab_size), s_.workspace.activation());
+  arena.allocate(device_asked_, extents(ids()), DType::i32);
+  arena.allocate(device_end_, extents(rows()), DType::i32);
+  arena.allocate(answers_, extents(answer_words()), DType::i32);
   return arena.bytes();
 }
 

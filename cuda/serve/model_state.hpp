@@ -24,8 +24,8 @@
 #include <vector>
 
 #include "core/model/taps.hpp"
+#include "cuda/model/arena.hpp"
 #include "cuda/model/extend.hpp"
-#include "cuda/model/place.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/ops/sample/sample.hpp"
 #include "cuda/persistent/persistent_kernel.hpp"
@@ -84,7 +84,7 @@ struct OwnTensors {
   std::array<View<std::int32_t, 1>, kLogitsBuffers> settings;  // SlotSampling of each slot, by the logits' buffer
   View<std::int32_t, 1> seen;
 
-  void place(Arena& arena, const ModelSpec& spec, DType dtype, const Model::Options& options);
+  void allocate(Arena& arena, const ModelSpec& spec, DType dtype, const Model::Options& options);
 };
 
 /// Copies of sites' tensors that are on their way to the host.
@@ -129,7 +129,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
 
   std::size_t lay_out(std::byte* block) {
     Arena arena(block);
-    OwnTensors::place(arena, spec, workspace.activation(), options);
+    OwnTensors::allocate(arena, spec, workspace.activation(), options);
     return arena.bytes();
   }
   /// Prepares the layers' steps: those of the persistent impl with what lies outside the layers.

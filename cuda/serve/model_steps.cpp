@@ -5,7 +5,7 @@
 #include "core/call_groups.hpp"
 #include "core/model/passes.hpp"
 #include "cuda/comm/peers.hpp"
-#include "cuda/model/place.hpp"
+#include "cuda/model/arena.hpp"
 #include "cuda/serve/model_state.hpp"
 #include "cuda/step/capture.hpp"
 #include "cuda/step/graph.hpp"

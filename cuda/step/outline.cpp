@@ -11,7 +11,7 @@
 namespace cf::cuda {
 
 template <class V>
-void StepOutline::place(V& view) {
+void StepOutline::give_address(V& view) {
   view.data = reinterpret_cast<typename V::element*>(next_);
   next_ += std::uintptr_t(view.bytes() + 255) / 256 * 256;
 }
@@ -33,7 +33,7 @@ void StepOutline::pack(LinearParams& linear, const LinearSize& size, WeightForma
   PackedWeight packed{
       .packer = kCudaPacker, .format = format, .out = size.out, .in = size.in, .data = {}, .layout = {}};
   packed.data.shape = {layout.words()};
-  place(packed.data);
+  give_address(packed.data);
   static_assert(sizeof layout <= sizeof packed.layout && std::is_trivially_copyable_v<GptqLayout>);
   std::memcpy(packed.layout.data(), &layout, sizeof layout);
   linear.weight = packed;
@@ -42,7 +42,7 @@ void StepOutline::pack(LinearParams& linear, const LinearSize& size, WeightForma
 StepOutline::StepOutline(const ModelSpec& model, const StepSizes& sizes, DType activation, WeightFormat linears,
                          std::int64_t rows)
     : spec(model), weights(outline_model(model, activation, linears)) {
-  for_each_model_weight(spec, weights, [&](const TensorSpec&, auto& view, const auto&) { place(view); });
+  for_each_model_weight(spec, weights, [&](const TensorSpec&, auto& view, const auto&) { give_address(view); });
   for (LayerWeights& w : weights.layers)
     for_each_linear(spec, w, [&](const Site& site, LinearParams& l, const LinearSize& size) {
       if (linears.bits) pack(l, size, linears, site.id == SiteId::query_key_value);
@@ -52,25 +52,25 @@ StepOutline::StepOutline(const ModelSpec& model, const StepSizes& sizes, DType a
       spec.shape, sizes,
       [&](const TensorSpec&, auto& view, const auto& shape) {
         point(view, nullptr, shape, activation);
-        place(view);
+        give_address(view);
       },
       tensors.layer);
   const std::int64_t window = spec.traits.window;
   const bool is_bound = window > 0 && spec.traits.full_layers.empty();
   tensors.layer.max_kv_len = is_bound ? std::min(window, sizes.capacity) : sizes.capacity;
   tensors.ids.shape = {sizes.tokens()};
-  place(tensors.ids);
+  give_address(tensors.ids);
   const auto matrix = [&](AnyView<2>& view, std::int64_t count, std::int64_t columns) {
     view = {nullptr, {count, columns}, activation};
-    place(view);
+    give_address(view);
   };
   for (AnyView<2>& h : tensors.hidden) matrix(h, sizes.tokens(), spec.shape.hidden_size);
   matrix(tensors.final_norm, rows, spec.shape.hidden_size);
   matrix(tensors.logits, rows, spec.shape.vocab_size);
   for (std::size_t i = 0; i < weights.layers.size(); ++i) {
     caches_.push_back({tensors.layer.k_cache, tensors.layer.v_cache});
-    place(caches_.back().k);
-    place(caches_.back().v);
+    give_address(caches_.back().k);
+    give_address(caches_.back().v);
   }
   tensors.caches = caches_;
 }

@@ -27,7 +27,7 @@ class StepOutline {
 
  private:
   template <class V>
-  void place(V& view);
+  void give_address(V& view);
   void pack(LinearParams& linear, const LinearSize& size, WeightFormat format, bool is_qkv);
 
   std::vector<LayerCache> caches_;

@@ -97,7 +97,7 @@ Result<OwnedFp8> read_fp8(const Fp8Config& config, const std::string& prefix, co
     CF_TRY_ASSIGN(const std::vector<float> scales, read_scales(config.scales, grid, found));
     CF_TRY(check_codes(codes, in));
     for (std::int64_t r = 0; r < rows; ++r) {
-      const std::int64_t place = stored.place(p, r);
+      const std::int64_t place = stored.joined_row(p, r);
       std::memcpy(made.codes() + place * in, static_cast<const char*>(t.data) + r * in, std::size_t(in));
       std::memcpy(made.scales() + place * groups, scales.data() + r / grid.height * grid.columns,
                   std::size_t(groups) * sizeof(float));

@@ -19,7 +19,7 @@ inline void copy_part(const StoredParts& stored, std::size_t part, const void* f
   const std::size_t row_bytes = element_bytes * std::size_t(axis == 0 && whole.size() == 2 ? whole[1] : 1);
   for (std::int64_t o = 0; o < outer; ++o)
     for (std::int64_t r = 0; r < rows; ++r) {
-      const std::int64_t source = o * rows + r, target = o * all_rows + stored.place(part, r);
+      const std::int64_t source = o * rows + r, target = o * all_rows + stored.joined_row(part, r);
       if (codes == 1) {
         std::memcpy(static_cast<char*>(to) + std::size_t(target) * row_bytes,
                     static_cast<const char*>(from) + std::size_t(source) * row_bytes, row_bytes);
@@ -42,7 +42,7 @@ inline void transpose_part(const StoredParts& stored, std::size_t part, const vo
     for (std::int64_t row_0 = 0; row_0 < rows; row_0 += tile)
       for (std::int64_t column_0 = 0; column_0 < columns; column_0 += tile)
         for (std::int64_t r = row_0; r < std::min(rows, row_0 + tile); ++r) {
-          T* target = static_cast<T*>(to) + stored.place(part, r) * columns;
+          T* target = static_cast<T*>(to) + stored.joined_row(part, r) * columns;
           for (std::int64_t c = column_0; c < std::min(columns, column_0 + tile); ++c)
             target[c] = static_cast<const T*>(from)[c * rows + r];
         }

@@ -171,7 +171,7 @@ Result<Tensor> read_stored(const Hdf5Reader& file, const GoldenMeta& m, std::str
       continue;
     }
     for (std::int64_t r = 0; r < rows.shape()[0]; ++r)
-      std::memcpy(row(joined, stored.parts.place(part, r), columns), row(rows, r, columns),
+      std::memcpy(row(joined, stored.parts.joined_row(part, r), columns), row(rows, r, columns),
                   std::size_t(columns) * size_bytes(m.dtype));
   }
   return joined;

@@ -405,7 +405,7 @@ TEST_CASE("fp8: a checkpoint's Linears are what its tensors say, in every layout
               const std::vector<double> part =
                   model.matrix(model.config.family().names.layer(i) + std::string(stored.parts[p].module) + ".");
               for (std::int64_t n = 0; n < stored.parts[p].rows; ++n) {
-                const double* const row = w.as<double>() + stored.place(p, n) * size.in;
+                const double* const row = w.as<double>() + stored.joined_row(p, n) * size.in;
                 wrong += !std::equal(row, row + size.in, part.begin() + n * size.in);
               }
             }

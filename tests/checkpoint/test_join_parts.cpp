@@ -36,7 +36,8 @@ void check_transposes() {
       for (std::size_t p = 0; p < 2; ++p)
         for (std::int64_t r = 0; r < stored.parts[p].rows; ++r)
           for (std::int64_t c = 0; c < columns; ++c)
-            wrong += whole[std::size_t(stored.place(p, r) * columns + c)] != T(10000 * std::int64_t(p) + 100 * r + c);
+            wrong +=
+                whole[std::size_t(stored.joined_row(p, r) * columns + c)] != T(10000 * std::int64_t(p) + 100 * r + c);
       CAPTURE(interleaved, columns, sizeof(T));
       CHECK(wrong == 0);
     }

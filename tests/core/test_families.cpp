@@ -85,7 +85,7 @@ TEST_CASE("The parts that checkpoints store of a Linear make up its rows", "[fam
       const StoredParts stored = stored_parts(m, site, size);
       std::set<std::int64_t> rows;
       for (std::size_t part = 0; part < stored.parts.size(); ++part)
-        for (std::int64_t r = 0; r < stored.parts[part].rows; ++r) rows.insert(stored.place(part, r));
+        for (std::int64_t r = 0; r < stored.parts[part].rows; ++r) rows.insert(stored.joined_row(part, r));
       CAPTURE(std::string(site.name));
       CHECK(std::int64_t(rows.size()) == size.out);
       CHECK(*rows.begin() == 0);

@@ -91,7 +91,7 @@ TEST_CASE("RoPE without a table parts the product into q, k and v", "[property][
     for (int part = 0; part < 3; ++part)
       for (std::int64_t h = 0; h < (part == 0 ? 4 : kv_heads); ++h) {
         const double* got = data_of(p, part == 0 ? "q" : part == 1 ? "k" : "v") + h * 10;
-        CHECK(std::equal(got, got + 10, data_of(p, "qkv") + heads.place(part, h) * 10));
+        CHECK(std::equal(got, got + 10, data_of(p, "qkv") + heads.index(part, h) * 10));
       }
   }
 }

@@ -239,7 +239,7 @@ TEST_CASE("A stream's length has the places of its newest entries whatever its s
     const std::int64_t told = stream_length(length, 29, 4);
     CHECK(told <= INT32_MAX);
     for (std::int64_t back = 1; back <= std::min<std::int64_t>(25, length); ++back)
-      CHECK(ring.place(told - back) == ring.place(length - back));
+      CHECK(ring.stored_index(told - back) == ring.stored_index(length - back));
   }
 }
 

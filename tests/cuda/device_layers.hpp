@@ -81,16 +81,16 @@ class DeviceLayers {
         view.data = static_cast<decltype(view.data)>(copy(view.data, view.bytes()));
       });
       const auto cache = extents(host.load.batch, shape.num_kv_heads, host.load.cache_capacity(), shape.head_dim);
-      layers[l].cache = {place<4>(m.dtype, cache), place<4>(m.dtype, cache)};
+      layers[l].cache = {allocate<4>(m.dtype, cache), allocate<4>(m.dtype, cache)};
     }
     for_each_activation(
         shape, step_sizes(host.load),
         [&]<class V>(const TensorSpec& t, V& view, auto size) {
           if constexpr (std::is_same_v<V, AnyView<V::rank>>)
-            if (t.role == Role::output) view = place<V::rank>(m.dtype, size);
+            if (t.role == Role::output) view = allocate<V::rank>(m.dtype, size);
         },
         tensors_);
-    hidden_ = place<2>(m.dtype, extents(tokens, h));
+    hidden_ = allocate<2>(m.dtype, extents(tokens, h));
     tensors_.hidden = hidden_;
     positions = {static_cast<std::int32_t*>(allocate(tokens * 4)), {tokens}};
     kv_len = {static_cast<std::int32_t*>(allocate(host.load.batch * 4)), {host.load.batch}};
@@ -176,7 +176,7 @@ class DeviceLayers {
     });
   }
   template <int Rank>
-  AnyView<Rank> place(DType dtype, std::array<std::int64_t, Rank> shape) {
+  AnyView<Rank> allocate(DType dtype, std::array<std::int64_t, Rank> shape) {
     AnyView<Rank> view(nullptr, shape, dtype);
     view.data = allocate(view.bytes());
     return view;

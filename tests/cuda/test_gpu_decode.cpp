@@ -44,12 +44,12 @@ Problem<ops::Attention> decode_problem(const Setup& s, const Lengths& lengths, c
       using T = decltype(zero);
       for (std::size_t b = 0; b < lengths.size(); ++b) {
         std::vector<char> seen(std::size_t(capacity), 0);
-        const RingView places(CacheView(kv_heads, capacity, head_dim), window.sinks);
+        const RingView kept(CacheView(kv_heads, capacity, head_dim), window.sinks);
         const std::int64_t count = count_of(s, std::int64_t(b));
         for (std::int64_t n = std::max<std::int64_t>(1, lengths[b] - count + 1); n <= lengths[b]; ++n)
           for (std::int64_t j = 0; j < n; ++j) {
             if (window && j >= window.sinks && j < window.first(n)) j = window.first(n);
-            seen[std::size_t(places.place(j))] = 1;
+            seen[std::size_t(kept.stored_index(j))] = 1;
           }
         for (std::int64_t row = 0; row < kv_heads * capacity; ++row)
           if (!seen[std::size_t(row % capacity)])

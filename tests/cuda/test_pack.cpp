@@ -93,9 +93,9 @@ TEST_CASE("pack: a GPTQ weight keeps the matrix, every row and every input, in e
         CHECK(l.has_order == !plain);
         // Each input's place leads back to the input, and is not kept where the inputs are in order.
         CHECK(l.in_order == (one_group || (!format.desc_act && format.group_size % 32 == 0)));
-        CHECK(l.place_words() == (l.in_order ? 0 : in));
+        CHECK(l.inverse_words() == (l.in_order ? 0 : in));
         const std::int32_t* const order = l.order(w);
-        for (std::int64_t k = 0; k < l.place_words(); ++k) CHECK(order[order[l.order_words() + k]] == k);
+        for (std::int64_t k = 0; k < l.inverse_words(); ++k) CHECK(order[order[l.order_words() + k]] == k);
         if (plain && in % 64 == 0 && out % 16 == 0) CHECK(l.code_words() == q.weight().qweight.size());
         const Tensor got = unpack(w, l);
         std::int64_t wrong = 0;

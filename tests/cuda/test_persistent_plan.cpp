@@ -774,10 +774,10 @@ TEST_CASE("persistent: words of an exchange do not overlap, and an epoch tells t
                                 .tiled = tiled,
                                 .has_head = has_head};
       Exchange x;
-      const std::size_t bytes = place_words(x, sizes, nullptr);
+      const std::size_t bytes = allocate_words(x, sizes, nullptr);
       std::vector<std::byte> memory(bytes + 256);
       std::byte* const first = memory.data() + 256 - reinterpret_cast<std::uintptr_t>(memory.data()) % 256;
-      CHECK(place_words(x, sizes, first) == bytes);
+      CHECK(allocate_words(x, sizes, first) == bytes);
       std::byte* end = first;
       std::set<Dependency> announced;
       for_each_words(x, sizes, [&](auto* words, std::int64_t count, const WordSpec& spec) {
@@ -882,7 +882,7 @@ TEST_CASE("persistent: every row of q, k and v is one head's, where the layout h
         const int first = part == 0   ? head * p.q_step
                           : part == 1 ? p.k_first + head * p.kv_step
                                       : p.v_first + head * p.kv_step;
-        CHECK(first == shape.qkv_heads().place(part, head) * d.head_dim);
+        CHECK(first == shape.qkv_heads().index(part, head) * d.head_dim);
         for (int i = 0; i < d.head_dim; ++i) ++taken.at(std::size_t(first + i));
       }
     CHECK(std::all_of(taken.begin(), taken.end(), [](int n) { return n == 1; }));

@@ -177,7 +177,7 @@ Launch linear_gptq_launch(const Arch& arch, std::int64_t in, std::int64_t out, c
   GptqSizes sizes{int((out + 15) / 16), int((in + 63) / 64), 4, w.tokens() == 1};
   sizes.wide = turns == kLinearGptqTurns && gptq_is_wide(arch, sizes, w.tokens());
   GptqPlan plan = gptq_plan(arch, sizes, w.tokens(), turns, blocks_per_sm);
-  if (plan.grid > 0 && shares_sms) fill_places(arch, sizes.tiles, blocks_per_sm, plan);
+  if (plan.grid > 0 && shares_sms) fill_device(arch, sizes.tiles, blocks_per_sm, plan);
   if (plan.grid == 0) return {.threads = 32, .share = {}};  // too many columns: the call is refused
   return {.grid = {plan.grid, 1, 1},
           .threads = gptq_threads(turns),
@@ -729,10 +729,10 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
     CHECK((kLinearGptqBlocksPerSm + 1) * smem_bytes > kH200.smem_per_sm_bytes);
   }
   // The MLP's first product of Pythia-2.8B has 640 tiles. By its plan 213 blocks take three tiles and the last block
-  // takes one. fill_places() makes 264 blocks, each with two or three tiles.
+  // takes one. fill_device() makes 264 blocks, each with two or three tiles.
   GptqPlan up = gptq_plan(kH200, {640, 40, 4, true}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm);
   CHECK((up.grid == 214 && up.tiles == 3 && gptq_tiles(up, 640, 213).count == 1));
-  fill_places(kH200, 640, kLinearGptqBlocksPerSm, up);
+  fill_device(kH200, 640, kLinearGptqBlocksPerSm, up);
   CHECK((up.grid == 264 && up.tiles == 3 && up.full == 112 && gptq_tiles(up, 640, 112).count == 2));
   // Where a cluster's elements are up to four a thread, one of its blocks finishes them; where they are more, all do.
   const auto finishers = [](std::int64_t in, std::int64_t out, std::int64_t tokens) {

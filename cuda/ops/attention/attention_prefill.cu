@@ -71,7 +71,7 @@ __device__ void copy_some(T* tile, const PrefillCall& c, int sequence, int kv_he
           k += int(rows.count);
         }
       } else {
-        const auto [matrix, row] = c.cache.at_place(sequence, kv_head, from + begin);  // in one page
+        const auto [matrix, row] = c.cache.at_index(sequence, kv_head, from + begin);  // in one page
         copy(begin, end - begin, (matrix * c.cache.matrix_rows() + row) * c.head_dim);
       }
     }

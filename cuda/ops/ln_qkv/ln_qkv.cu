@@ -8,17 +8,17 @@ namespace {
 
 /// Where an element of the product goes: to element `column` of a part of a head. The product's rows are in the order
 /// of RopePairs, so that one tile holds both elements of a pair.
-struct Place {
+struct Destination {
   int part_of_head, column;  // part_of_head is 3 * head + 0, 1 or 2 for its q, k or v
   __device__ int head() const { return part_of_head / 3; }
   __device__ int part() const { return part_of_head % 3; }
 };
 
-/// An element of the product: its token and place, the bits of its bias and of the bias of the other element of its
-/// pair, and the pair's angle.
+/// An element of the product: its token and destination, the bits of its bias and of the bias of the other element of
+/// its pair, and the pair's angle.
 struct QkvElement {
   int token;
-  Place place;
+  Destination to;
   std::uint32_t bias, other_bias;
   float cos, sin;
 };
@@ -47,14 +47,14 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
         half(int(c.args.cos.shape[1])),
         token_of(static_cast<Token*>(Tokens::end())) {}
 
-  __device__ bool is_turned(const Place& p) const { return p.part() < 2 && p.column < 2 * half; }
-  __device__ bool is_second(const Place& p) const { return p.column >= half; }
-  __device__ Place place_of(int r) const {
+  __device__ bool is_turned(const Destination& p) const { return p.part() < 2 && p.column < 2 * half; }
+  __device__ bool is_second(const Destination& p) const { return p.column >= half; }
+  __device__ Destination destination_of(int r) const {
     const int part_of_head = r / head_dim, c = r % head_dim;
     return {part_of_head, RopePairs::element(part_of_head % 3 < 2, c, half)};
   }
-  __device__ int row(const Place& p) const { return p.part_of_head * head_dim + p.column; }
-  __device__ long row(int r) const { return row(place_of(r)); }
+  __device__ int row(const Destination& p) const { return p.part_of_head * head_dim + p.column; }
+  __device__ long row(int r) const { return row(destination_of(r)); }
   __device__ int rows() const { return int(c.args.q.shape[1]) * 3 * head_dim; }
   __device__ int sequence_of(int token) const { return c.q_len == 1 ? token : token / c.q_len; }
 
@@ -80,10 +80,10 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
 
   __device__ QkvElement prepare(int t, int r) const {
     const auto& bias = c.args.linear.bias;
-    const Place p = place_of(r);
+    const Destination p = destination_of(r);
     const auto load_bias = [&](int of) { return bias ? load_bits(bias.data, bias.dtype, of) : 0; };
     return {.token = t,
-            .place = p,
+            .to = p,
             .bias = load_bias(row(p)),
             .other_bias = is_turned(p) ? load_bias(is_second(p) ? row(p) - half : row(p) + half) : 0,
             .cos = 1,
@@ -92,8 +92,8 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
 
   __device__ void begin(QkvElement& e) const {
     const int position = token_of[e.token].position;
-    if (!is_turned(e.place) || position < 0) return;
-    const long at = long(position) * half + e.place.column - (is_second(e.place) ? half : 0);
+    if (!is_turned(e.to) || position < 0) return;
+    const long at = long(position) * half + e.to.column - (is_second(e.to) ? half : 0);
     e.cos = c.args.cos.data[at];
     e.sin = c.args.sin.data[at];
   }
@@ -107,7 +107,7 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
       return to_float(from_float<T>(sum));
     };
     const auto [position, cache_row] = token_of[e.token];
-    const Place& p = e.place;
+    const Destination& p = e.to;
     float v = rounded(own, e.bias);
     if (is_turned(p)) {
       const float of_pair = rounded(other, e.other_bias);

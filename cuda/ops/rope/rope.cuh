@@ -95,8 +95,8 @@ __device__ void rope_unit(const RopeInput& a, const RopePlan& plan, long token, 
   int heads = a.heads;  // of the unit's part
   const T* from = static_cast<const T*>(a.qkv);
   if constexpr (separate) {
-    const int place = unit.part == 0 ? first_head : heads + (unit.part - 1) * a.kv_heads + first_head;
-    from += (token * (heads + 2 * a.kv_heads) + place) * head_dim;
+    const int head = unit.part == 0 ? first_head : heads + (unit.part - 1) * a.kv_heads + first_head;
+    from += (token * (heads + 2 * a.kv_heads) + head) * head_dim;
     if (unit.part > 0) heads = a.kv_heads;
   } else {
     from += ((token * heads + first_head) * 3 + unit.part) * head_dim;

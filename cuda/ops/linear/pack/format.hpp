@@ -31,7 +31,7 @@ struct RopePairs {
 };
 
 // How a GPTQ matrix is packed, for mma.m16n8k16 with the weights as the 16 x 16 operand. The block holds up to four
-// parts, one behind the other: codes, scales, order and places. The last two are there only where they are needed.
+// parts, one behind the other: codes, scales, order and inverse. The last two are there only where they are needed.
 //
 //   Columns are the inputs sorted by group. Every group has columns_per_group columns, a multiple of 32: column c
 //   belongs to group c / columns_per_group and to input order[c]. A column without an input (-1) has any code: its
@@ -48,7 +48,7 @@ struct RopePairs {
 //           half, the zero as a float16 in its high half.
 //   order   (64 * chunks)  The input of each column, or -1. Matrices of 4-bit codes whose column k is input k have
 //           none.
-//   places  (inputs)  The column of each input. With 8 bits it is the column of the input's high code. Matrices whose
+//   inverse (inputs)  The column of each input. With 8 bits it is the column of the input's high code. Matrices whose
 //           inputs come in order have none, with 8 bits either.
 //   Rows that the matrix does not have are zero.
 

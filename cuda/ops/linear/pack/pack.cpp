@@ -145,7 +145,7 @@ Result<Packed> pack_gptq(const GptqWeight& w, const PackHint& hint) {
   }
   std::int32_t* const order = scales + layout.scale_words();
   if (layout.has_order) std::copy(columns.inputs.begin(), columns.inputs.end(), order);
-  if (layout.place_words())
+  if (layout.inverse_words())
     for (std::int64_t column = columns.per_plane - 1; column >= 0; --column)
       if (const std::int32_t input = columns.inputs[std::size_t(column)]; input >= 0)
         order[layout.order_words() + input] = std::int32_t(column);

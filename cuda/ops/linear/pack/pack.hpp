@@ -81,8 +81,8 @@ struct GptqLayout {
   constexpr std::int64_t code_words() const { return std::int64_t(row_tiles) * chunks * (kGptqTileBytes / 4); }
   constexpr std::int64_t scale_words() const { return std::int64_t(row_tiles) * groups * kGptqRows; }
   constexpr std::int64_t order_words() const { return has_order ? std::int64_t(chunks) * kGptqColumns : 0; }
-  constexpr std::int64_t place_words() const { return in_order ? 0 : inputs; }
-  constexpr std::int64_t words() const { return code_words() + scale_words() + order_words() + place_words(); }
+  constexpr std::int64_t inverse_words() const { return in_order ? 0 : inputs; }
+  constexpr std::int64_t words() const { return code_words() + scale_words() + order_words() + inverse_words(); }
   /// The parts within the matrix's block.
   const std::int32_t* codes(const PackedWeight& w) const { return w.data.data; }
   const std::int32_t* scales(const PackedWeight& w) const { return codes(w) + code_words(); }

@@ -55,7 +55,7 @@ Status launch_packed(const ops::Linear::Args& a, const PackedLaunches& plan, Lau
     GptqCall c = gptq_call(a, weight, layout);
     for (const auto& l : plan.launches) {
       c.plan = l.plan;
-      if (launches.mode().shares_sms) fill_places(launches.arch(), sizes.tiles, kLinearGptqBlocksPerSm, c.plan);
+      if (launches.mode().shares_sms) fill_device(launches.arch(), sizes.tiles, kLinearGptqBlocksPerSm, c.plan);
       c.tokens = int(l.tokens);
       // An element has two rows if each thread then has at most one element. The first block of a cluster has more
       // elements; there an element has four rows.

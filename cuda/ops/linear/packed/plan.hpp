@@ -279,7 +279,7 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
 
 /// Gives a plan without clusters as many blocks as the device holds at once. Their numbers of tiles differ by one at
 /// most. For LaunchMode::shares_sms.
-constexpr void fill_places(const Arch& arch, int tiles, int blocks_per_sm, GptqPlan& p) {
+constexpr void fill_device(const Arch& arch, int tiles, int blocks_per_sm, GptqPlan& p) {
   if (p.split > 1) return;
   p.grid = std::min(tiles, blocks_per_sm * arch.sm_count);
   p.full = tiles - (p.tiles - 1) * p.grid;

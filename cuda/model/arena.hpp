@@ -20,7 +20,7 @@ class Arena {
   explicit Arena(std::byte* block) : block_(block) {}
 
   template <class V>
-  void place(V& v, std::array<std::int64_t, V::rank> shape, DType dtype) {
+  void allocate(V& v, std::array<std::int64_t, V::rank> shape, DType dtype) {
     using Element = typename V::element;
     v.shape = shape;
     if constexpr (std::is_void_v<std::remove_const_t<Element>>) v.dtype = dtype;
