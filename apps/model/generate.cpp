@@ -122,7 +122,8 @@ Generate::Generate(CommandLine& line) {
       "--draft", draft_, {"lookup"},
       "What drafts ids that a step verifies together: lookup goes on as the text did behind its last ids' latest "
       "occurrence. The ids are the same as without; on a GPU with --invariant, on the CPU up to 8 slots or with it");
-  line.integer("--draft-len", draft_len_, {1, kMostDraft}, "Ids of a draft, at most; 7 when left out");
+  line.integer("--draft-len", draft_len_, {1, kMostDraft},
+               "Ids of a draft, at most; 7 when left out. Drafts are shorter and rare where few of them are right");
   line.needs("--draft-len", "--draft");
   declare_sampling(line, sampling_, top_k_);
   line.number("--repetition-penalty", sampling_.repetition_penalty,

@@ -28,6 +28,7 @@ struct Entry {
   std::int64_t read = 0;                  // tokens that have entries in the slot
   bool runs = false;                      // whether an id was chosen behind all that was read
   std::vector<std::int32_t> draft{};      // of the next step
+  DraftLength draft_length{};             // kept where the sequence loses its slot
   bool no_draft = false;                  // whether the next step has none in any case
   Tensor last_logits{};                   // of the last id, where a draft was verified; else the slot has them
   DraftCounts counts{};
@@ -140,6 +141,7 @@ struct Decoder::State {
           "draft: expected a model that gives a token the same bits in a step of any size, on one device with "
           "`invariant` or on the CPU in float32 with up to 8 slots, got one that does not");
     e.prompt_size = e.tokens.size();
+    e.draft_length = DraftLength(e.options.draft_tokens);
     entries.emplace(next, std::move(e));
     waiting.push_back(next);
     admit();
@@ -227,6 +229,7 @@ struct Decoder::State {
     const std::vector<std::int32_t> draft = std::exchange(e.draft, {});
     ++e.counts.steps;
     e.counts.drafted += std::int64_t(draft.size());
+    const std::int64_t accepted_before = e.counts.accepted;
     for (std::size_t i = 0; i <= draft.size(); ++i) {
       ChoiceRequest request = request_of(e, 0);
       const auto row = row_of(logits, std::int64_t(i));
@@ -245,6 +248,7 @@ struct Decoder::State {
       std::memcpy(e.last_logits.data(), row.data, std::size_t(row.bytes()));
       break;
     }
+    e.draft_length.verified(std::int64_t(draft.size()), e.counts.accepted - accepted_before);
     e.read = e.size() - 1;  // what lies behind it is replaced
   }
 
@@ -303,8 +307,9 @@ struct Decoder::State {
       Entry& e = entries.at(s);
       e.draft.clear();
       if (!e.options.draft || std::exchange(e.no_draft, false)) return false;
-      const std::int64_t most = std::min({e.options.draft_tokens, exact_tokens - 1, limit.most - e.size(),
-                                          e.options.max_new_tokens - e.emitted() - 1, room});
+      std::int64_t most = std::min({e.options.draft_tokens, exact_tokens - 1, limit.most - e.size(),
+                                    e.options.max_new_tokens - e.emitted() - 1, room});
+      if (most > 0 && e.options.draft_adapts) most = std::min(most, e.draft_length.next());
       if (most < 1) return false;
       Result<std::vector<std::int32_t>> made = e.options.draft(e.tokens, most);
       Status status = made.status();

@@ -33,6 +33,7 @@ struct SequenceOptions {
   /// the sequence is given the same ids, log-probabilities and Finish, but more than one of the ids in a step.
   Drafter draft{};
   std::int64_t draft_tokens = kMostDraft;
+  bool draft_adapts = true;  // whether drafts get longer and shorter, up to draft_tokens, as DraftLength says
 };
 
 /// Why a sequence has ended.

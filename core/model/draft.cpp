@@ -24,6 +24,28 @@ std::vector<std::int32_t> lookup_draft(std::span<const std::int32_t> tokens, std
   return draft;
 }
 
+DraftLength::DraftLength(std::int64_t most) : most_(most), length_(std::min(most, kFirst)) {}
+
+std::int64_t DraftLength::next() {
+  if (left_ == 0) return length_;
+  --left_;
+  return 0;
+}
+
+void DraftLength::verified(std::int64_t drafted, std::int64_t accepted) {
+  if (accepted > 0) {
+    // A draft may be shorter than it could be. Where all of it was accepted, it says nothing against longer ones.
+    const std::int64_t least = accepted == drafted ? length_ : 1;
+    length_ = std::clamp(2 * accepted, least, most_);
+    pause_ = kShortestPause;
+  } else if (length_ > 1) {
+    length_ /= 2;
+  } else {
+    left_ = pause_;
+    pause_ = std::min(2 * pause_, kLongestPause);
+  }
+}
+
 std::int64_t exact_run_tokens(const ModelRunner& runner) {
   const auto* const exact = dynamic_cast<const ExactRuns*>(&runner);
   return exact ? exact->exact_run_tokens() : 0;

@@ -37,6 +37,24 @@ std::vector<std::int32_t> lookup_draft(std::span<const std::int32_t> tokens, std
 /// lookup_draft() as a sequence takes it.
 Drafter lookup_drafter(const LookupSizes& sizes = {});
 
+/// How long the next draft of a sequence may be, by what became of those before. It is 2 ids at first. Where some of a
+/// draft's ids are accepted it becomes twice as many as these, up to `most`; where all are, it never falls. Where none
+/// is, it becomes half; below 1, steps without drafts come first: 4, then twice as many each time, up to 64, until an id
+/// is accepted. So right drafts are soon long, and wrong ones cost little.
+class DraftLength {
+ public:
+  explicit DraftLength(std::int64_t most = kMostDraft);
+  /// The most ids of the next step's draft; 0 where it has none. Called once for each step that could have one.
+  std::int64_t next();
+  /// Of a draft of `drafted` ids, at least 1, `accepted` were accepted.
+  void verified(std::int64_t drafted, std::int64_t accepted);
+
+ private:
+  static constexpr std::int64_t kFirst = 2, kShortestPause = 4, kLongestPause = 64;
+  std::int64_t most_, length_;
+  std::int64_t pause_ = kShortestPause, left_ = 0;  // steps without drafts: of the next pause, and of this one
+};
+
 /// What became of a sequence's drafts.
 struct DraftCounts {
   std::int64_t steps = 0;     // that verified a draft

@@ -285,8 +285,9 @@ class Model:
         draft (None): what drafts ids that may follow, which a step verifies together, so that a text that repeats itself
         takes fewer steps. "lookup" goes on as the text did behind the latest occurrence of its last three or two ids
         (prompt lookup); a function of the ids so far, int32, and of how many are asked for returns that many ids, fewer
-        or none. draft_len (7): how many ids of a draft a step takes, 1 to 7. The ids, drawn ones too, are bit for bit
-        those that come without drafts; :class:`Generated` counts how many were `drafted` and `accepted`. Needs a model
+        or none. draft_len (7): how many ids of a draft a step takes at most, 1 to 7. Drafts get longer where their ids
+        are accepted, shorter and rare where they are not. The ids, drawn ones too, are bit for bit those that come
+        without drafts; :class:`Generated` counts how many were `drafted` and `accepted`. Needs a model
         whose bits do not depend on a step's size: on a GPU one with `invariant` (on one GPU, without a window), on the CPU
         one in float32 with up to 8 slots, or with `invariant`.
 

@@ -230,6 +230,12 @@ void bind_decoder(nb::module_& m) {
       },
       "tokens"_a, "most"_a, "longest"_a, "shortest"_a,
       "Up to `most` ids that followed the latest occurrence of the last ids: core/model/draft.hpp.");
+  nb::class_<DraftLength>(m, "DraftLength",
+                          "How long the next draft of a sequence may be, by what became of those before: "
+                          "core/model/draft.hpp.")
+      .def(nb::init<std::int64_t>(), "most"_a)
+      .def("next", &DraftLength::next, "The most ids of the next step's draft; 0 where it has none.")
+      .def("verified", &DraftLength::verified, "drafted"_a, "accepted"_a, "What became of a draft.");
   nb::class_<PythonDecoder> bound(m, "Decoder",
                                   "Continues several sequences at once, each in a slot. Threads take turns. A step has "
                                   "at most `step_tokens` tokens, those of all running sequences and pieces of prompts; "

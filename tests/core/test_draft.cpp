@@ -72,3 +72,76 @@ TEST_CASE("A lookup is what its definition says", "[draft]") {
   }
   CHECK(found > 500);
 }
+
+namespace {
+
+/// The lengths of the next `steps` steps' drafts where no id is accepted.
+std::vector<std::int64_t> lengths_of_wrong(DraftLength& length, int steps) {
+  std::vector<std::int64_t> lengths;
+  for (int step = 0; step < steps; ++step) {
+    lengths.push_back(length.next());
+    if (lengths.back() > 0) length.verified(lengths.back(), 0);
+  }
+  return lengths;
+}
+using Lengths = std::vector<std::int64_t>;
+
+}  // namespace
+
+TEST_CASE("Drafts whose ids are accepted get longer, up to the most", "[draft]") {
+  for (std::int64_t most = 1; most <= kMostDraft; ++most) {
+    DraftLength length(most);
+    Lengths lengths;
+    for (int step = 0; step < 5; ++step) {
+      lengths.push_back(length.next());
+      length.verified(lengths.back(), lengths.back());
+    }
+    CAPTURE(most);
+    CHECK(lengths == Lengths{std::min<std::int64_t>(2, most), std::min<std::int64_t>(4, most), most, most, most});
+  }
+}
+
+TEST_CASE("A draft is twice as long as what was accepted of the last one", "[draft]") {
+  DraftLength length;
+  length.verified(2, 2), length.verified(4, 4);
+  CHECK(length.next() == 7);
+  length.verified(7, 5);
+  CHECK(length.next() == 7);
+  length.verified(7, 3);
+  CHECK(length.next() == 6);
+  length.verified(6, 1);
+  CHECK(length.next() == 2);
+  length.verified(2, 1);
+  CHECK(length.next() == 2);
+  // Short drafts, such as those before the end of a sequence, say nothing against longer ones where they are right.
+  length.verified(2, 2), length.verified(4, 4), length.verified(1, 1);
+  CHECK(length.next() == 7);
+}
+
+TEST_CASE("Drafts without an accepted id get shorter, then rare, and come back with the first one", "[draft]") {
+  DraftLength length;
+  length.verified(2, 2), length.verified(4, 4);
+  CHECK(lengths_of_wrong(length, 17) == Lengths{7, 3, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1});
+  // The pauses between them.
+  Lengths pauses;
+  for (int step = 0, pause = 0; step < 300; ++step) {
+    const std::int64_t next = length.next();
+    ++pause;
+    if (next == 0) continue;
+    REQUIRE(next == 1);
+    length.verified(1, 0);
+    pauses.push_back(pause - 1);
+    pause = 0;
+  }
+  CHECK(pauses == Lengths{16, 32, 64, 64, 64});
+  while (length.next() == 0) continue;
+  length.verified(1, 1);
+  CHECK(lengths_of_wrong(length, 8) == Lengths{2, 1, 0, 0, 0, 0, 1, 0});
+}
+
+TEST_CASE("Drafts that no one makes do not change the next one's length", "[draft]") {
+  DraftLength length;
+  for (int step = 0; step < 50; ++step) REQUIRE(length.next() == 2);
+  CHECK(lengths_of_wrong(length, 6) == Lengths{2, 1, 0, 0, 0, 0});
+  for (int step = 0; step < 50; ++step) REQUIRE(length.next() == 1);
+}

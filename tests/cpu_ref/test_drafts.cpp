@@ -136,20 +136,22 @@ TEST_CASE("A sequence is given with drafts what it is given without", "[draft]")
                                                                    {oracle(prompt, expected.ids, 0), 7},
                                                                    {oracle(prompt, expected.ids, 1), 7},
                                                                    {oracle(prompt, expected.ids, 5), 7}};
-      for (const auto& [draft, tokens] : drafters) {
-        o.draft = draft;
-        o.draft_tokens = tokens;
-        Decoder d = small.decoder(model);
-        CHECK(run(d, prompt, o) == expected);
-        const DraftCounts counts = taken(d.drafts(0));
-        CHECK(counts.accepted <= counts.drafted);
-        CHECK(counts.drafted <= counts.steps * tokens);
-        steps += counts.steps;
-        accepted += counts.accepted;
-      }
+      for (const auto& [draft, tokens] : drafters)
+        for (bool adapts : {false, true}) {
+          o.draft = draft;
+          o.draft_tokens = tokens;
+          o.draft_adapts = adapts;
+          Decoder d = small.decoder(model);
+          CHECK(run(d, prompt, o) == expected);
+          const DraftCounts counts = taken(d.drafts(0));
+          CHECK(counts.accepted <= counts.drafted);
+          CHECK(counts.drafted <= counts.steps * tokens);
+          steps += counts.steps;
+          accepted += counts.accepted;
+        }
     }
-  CHECK(steps > 1000);
-  CHECK(accepted > 1000);
+  CHECK(steps > 2000);
+  CHECK(accepted > 2000);
 }
 
 TEST_CASE("A draft that knows what comes takes one step for each run of its ids", "[draft]") {
@@ -159,14 +161,43 @@ TEST_CASE("A draft that knows what comes takes one step for each run of its ids"
   Decoder plain = small.decoder({.capacity = 64});
   const Ids ids = run(plain, prompt, o).ids;
   o.draft = oracle(prompt, ids, 0);
-  Decoder d = small.decoder({.capacity = 64});
-  const auto s = taken(d.add(prompt, o));
-  std::vector<std::size_t> made{taken(d.prefill()).size()};
-  while (d.active()) made.push_back(taken(d.decode()).size());
-  // 1 by the prompt; 8 a step: 7 of a draft, and the id behind it; the last one is left to a step of its own.
-  CHECK(made == std::vector<std::size_t>{1, 8, 8, 8, 8, 1});
-  CHECK(taken(d.drafts(s)) == DraftCounts{.steps = 4, .drafted = 28, .accepted = 28});
-  CHECK(taken(d.ids(s)) == ids);
+  for (bool adapts : {false, true}) {
+    CAPTURE(adapts);
+    o.draft_adapts = adapts;
+    Decoder d = small.decoder({.capacity = 64});
+    const auto s = taken(d.add(prompt, o));
+    std::vector<std::size_t> made{taken(d.prefill()).size()};
+    while (d.active()) made.push_back(taken(d.decode()).size());
+    // 1 by the prompt; then those of a draft, and the id behind it; the last one is left to a step of its own.
+    if (adapts) {
+      CHECK(made == std::vector<std::size_t>{1, 3, 5, 8, 8, 8, 1});
+      CHECK(taken(d.drafts(s)) == DraftCounts{.steps = 5, .drafted = 27, .accepted = 27});
+    } else {
+      CHECK(made == std::vector<std::size_t>{1, 8, 8, 8, 8, 1});
+      CHECK(taken(d.drafts(s)) == DraftCounts{.steps = 4, .drafted = 28, .accepted = 28});
+    }
+    CHECK(taken(d.ids(s)) == ids);
+  }
+}
+
+TEST_CASE("Drafts that are always wrong become rare", "[draft]") {
+  const Small small;
+  const Ids prompt = ids_of(5, 1);
+  SequenceOptions o{.max_new_tokens = 80};
+  Decoder plain = small.decoder({.capacity = 96});
+  const Ids ids = run(plain, prompt, o).ids;
+  o.draft = oracle(prompt, ids, 1);
+  for (bool adapts : {false, true}) {
+    CAPTURE(adapts);
+    o.draft_adapts = adapts;
+    Decoder d = small.decoder({.capacity = 96});
+    CHECK(run(d, prompt, o).ids == ids);
+    const DraftCounts counts = taken(d.drafts(0));
+    CHECK(counts.accepted == 0);
+    // Of the 79 steps behind the prompt the last has no room for a draft. Those with one: 1, 2, 7, 16, 33 and 66.
+    CHECK(counts.steps == (adapts ? 6 : 78));
+    CHECK(counts.drafted == (adapts ? 7 : 78 * 7 - 21));
+  }
 }
 
 TEST_CASE("A sequence ends within a draft where it ends without one", "[draft]") {
@@ -212,13 +243,14 @@ TEST_CASE("In random schedules sequences with drafts get the ids that they have 
                              s.decoder);
       },
       ids_of,
-      // One has no drafts, one those of a lookup, one some that are right now and then.
+      // One has no drafts, one those of a lookup, one some of the most ids that are right now and then.
       [](std::uint64_t id, std::int64_t tokens) {
         SequenceOptions o = sampled(id, tokens);
         o.sampling.temperature = id == 0 ? 0.0 : 0.3;
         if (id == 1) o.draft = lookup_drafter({.longest = 2, .shortest = 1});
         if (id == 2) {
           o.logprobs = 1;
+          o.draft_adapts = false;
           o.draft = [](std::span<const std::int32_t> so_far, std::int64_t most) -> Result<Ids> {
             return Ids(std::size_t(most), so_far.back());
           };

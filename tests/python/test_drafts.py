@@ -59,7 +59,8 @@ def test_a_generation_is_the_same_with_drafts(
             assert generation.ids[: len(pieces)] == pieces
         assert pieces == plain[0].ids and generation.result.logprobs == plain[0].logprobs
         accepted = generation.result.accepted
-        assert accepted is not None and (accepted == 21 if wrong == 0 else accepted < 21)
+        # Right drafts have 2, 4, 7 and 7 ids, and each step makes one more.
+        assert accepted is not None and (accepted == 20 if wrong == 0 else accepted < 20)
 
 
 @pytest.mark.parametrize("place", [3, 4, 9])

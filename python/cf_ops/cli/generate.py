@@ -44,7 +44,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
         type=program.integer(1, MOST_DRAFT),
         default=MOST_DRAFT,
         metavar="N",
-        help="ids of a draft, at most",
+        help="ids of a draft, at most; drafts are shorter and rare where few of them are right",
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for the most likely token")
     parser.add_argument("--top-k", type=program.integer(0, 2**31 - 1), default=0, help="keep so many tokens, 0 for all")

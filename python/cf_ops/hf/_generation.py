@@ -151,6 +151,7 @@ class TokenLoop:
         """The same of one sequence, whose next ids a lookup drafts: a step makes several where they are right."""
         tokens: list[int] = self.input_ids[0].tolist()
         places = len(tokens)
+        length = _core.DraftLength(min(lookup.tokens, steps.most_drafted()))
         new: list[int] = logits[:, -1].float().argmax(-1).tolist()
         while True:
             for id in new:
@@ -160,9 +161,11 @@ class TokenLoop:
                 if id in ends.ids or len(tokens) - places == ends.most:
                     made = torch.tensor([tokens], device=self.input_ids.device, dtype=self.input_ids.dtype)
                     return self._output(made, steps, {})
-            most = min(lookup.tokens, steps.most_drafted(), ends.most - (len(tokens) - places) - 1)
+            most = min(length.next(), steps.most_drafted(), ends.most - (len(tokens) - places) - 1)
             draft = _core.lookup_draft(tokens, most, lookup.longest, 1) if most > 0 else []
             new = steps.choose_run([tokens[-1], *draft])
+            if draft:
+                length.verified(len(draft), len(new) - 1)
 
     def by_logits(self, logits: Tensor, steps: Steps) -> Any:
         """The same with ids that torch chooses from the logits of each step, as transformers does."""
