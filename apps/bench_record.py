@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Makes a record of data/bench of what a measurement of scripts/bench_gpu has written:
   bench_record.py data/bench/stack-pythia-2.8b.json --fault "stopped after 60 s"
-Every record has its GPU (or CPU), command and commit at its top, and no white space. A measurement in which no program
+Every record has its GPU (or CPU), command and commit at its top, and no white space. Its paths begin at the project's
+folder; of files in a folder of temporary ones their names alone are kept. A measurement in which no program
 of ours ended does not know the commit: --cf-model names a program of the same build. The times of single sites are left
 out where all layers were timed, since no page shows them. A fault is kept as `error`; it is the only content where the
 measurement wrote no file. Exit status: 1 where there is neither a file nor a fault.
@@ -9,7 +10,9 @@ measurement wrote no file. Exit status: 1 where there is neither a file nor a fa
 
 import json
 import os
+import re
 import sys
+import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(HERE, os.pardir, "golden", "tools"))
@@ -19,6 +22,8 @@ import golden_file
 from peers import programs
 
 NAME = os.path.basename(__file__)
+ROOT = os.path.realpath(os.path.join(HERE, os.pardir))
+TEMPORARY = re.compile(rf"(?<![\w./]){re.escape(tempfile.gettempdir())}(?:/[^\s/,:]+)*/(?=[^\s/,:])")
 
 
 def commit_of(report):
@@ -41,6 +46,15 @@ def slim(report):
     return found
 
 
+def of_project(value):
+    """The same with paths that say something on every machine."""
+    if isinstance(value, dict):
+        return {key: of_project(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [of_project(item) for item in value]
+    return TEMPORARY.sub("", value.replace(ROOT + os.sep, "")) if isinstance(value, str) else value
+
+
 def record(report, fault=None, cf_model=None, took_s=None):
     """What is kept of a report; of None, the fault alone. `took_s` is how long the whole measurement took."""
     if report is None:
@@ -48,7 +62,7 @@ def record(report, fault=None, cf_model=None, took_s=None):
     commit = commit_of(report)
     if commit == "unknown" and cf_model:
         commit = programs.commit_of(cf_model)
-    found = slim(report) | {"commit": commit}
+    found = of_project(slim(report)) | {"commit": commit}
     if gpu := gpu_of(report):
         found["gpu"] = gpu
     if took_s is not None:
@@ -71,7 +85,9 @@ def main(argv):
         elif not args.fault:
             print(f"{NAME}: {args.file}: no such file, expected what a measurement has written", file=sys.stderr)
             return 1
-        text = json.dumps(record(report, args.fault, args.cf_model, args.took_s), ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(
+            record(report, args.fault, args.cf_model, args.took_s), ensure_ascii=False, separators=(",", ":")
+        )
         golden_file.write_text(args.file, text + "\n")
     except (console.Refusal, OSError, ValueError) as error:
         print(f"{NAME}: {args.file}: {error}", file=sys.stderr)

@@ -1155,6 +1155,18 @@ class Records(Files):
         for kept in (LAYER | {"commit": "abc"}, {"cpu": "a CPU", "commit": "abc"}, expected):
             self.assertEqual(bench_record.record(kept), kept)
 
+    def test_a_record_s_paths_say_something_on_every_machine(self):
+        program, text = os.path.join(bench_record.ROOT, "build", "release", "apps", "cf-model"), "data/held_out.npy"
+        passing = os.path.join(tempfile.gettempdir(), "a1", "b2")
+        beside = [f"{passing}/one.json", f"{passing}/two.json"]
+        command = (
+            f"{program} eval --tokens {bench_record.ROOT}/{text} --beside {','.join(beside)} --json {passing}/r.json"
+        )
+        kept = bench_record.record({"commit": "abc", "programs": [{"command": command, "us": 2.5}], "gpu": "a/b, 1/2"})
+        expected = f"build/release/apps/cf-model eval --tokens {text} --beside one.json,two.json --json r.json"
+        self.assertEqual(kept["programs"], [{"command": expected, "us": 2.5}])
+        self.assertEqual((bench_record.record(kept), kept["gpu"]), (kept, "a/b, 1/2"))
+
     def test_a_fault_is_kept_beside_what_was_measured(self):
         path = os.path.join(self.directory, "stack-a.json")
         code, out, error = run(bench_record, path)
