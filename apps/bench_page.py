@@ -26,6 +26,7 @@ console.require_numpy(NAME)
 import bench_python
 import bench_record
 import golden_file
+import model_config
 import plot_bench
 from console import Refusal
 from peers import int4_products, model_peers, programs
@@ -763,9 +764,8 @@ def typed(name, command):
         if word in ("--cf-model", "--cf-layer", "--cf-op"):  # their defaults
             words.pop(0)
             continue
-        if word == "--model" and os.path.isabs(words[0]):
-            preset = os.path.basename(words[0])
-            lines.append(f"golden/tools/make_checkpoints.py --preset {preset} --out {words[0]}")
+        if word == "--model" and program == "cf-model" and words[0] in model_config.PRESETS:  # a folder that was made
+            lines.append(f"golden/tools/make_checkpoints.py --preset {words[0]} --out {words[0]}")
         kept += [word, words.pop(0)] if word in ("--json", "--model") else [word]
     folder = "apps" if program.endswith(".py") else "build/release/apps"
     return [*lines, shlex.join([f"{folder}/{program}", *kept])]

@@ -2,17 +2,16 @@
 """Makes a record of data/bench of what a measurement of scripts/bench_gpu has written:
   bench_record.py data/bench/stack-pythia-2.8b.json --fault "stopped after 60 s"
 Every record has its GPU (or CPU), command and commit at its top, and no white space. Its paths begin at the project's
-folder; of files in a folder of temporary ones their names alone are kept. A measurement in which no program
-of ours ended does not know the commit: --cf-model names a program of the same build. The times of single sites are left
-out where all layers were timed, since no page shows them. A fault is kept as `error`; it is the only content where the
-measurement wrote no file. Exit status: 1 where there is neither a file nor a fault.
+folder; of files elsewhere their names alone are kept. A measurement in which no program of ours ended does not know
+the commit: --cf-model names a program of the same build. The times of single sites are left out where all layers were
+timed, since no page shows them. A fault is kept as `error`; it is the only content where the measurement wrote no
+file. Exit status: 1 where there is neither a file nor a fault.
 """
 
 import json
 import os
 import re
 import sys
-import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(HERE, os.pardir, "golden", "tools"))
@@ -23,7 +22,7 @@ from peers import programs
 
 NAME = os.path.basename(__file__)
 ROOT = os.path.realpath(os.path.join(HERE, os.pardir))
-TEMPORARY = re.compile(rf"(?<![\w./]){re.escape(tempfile.gettempdir())}(?:/[^\s/,:]+)*/(?=[^\s/,:])")
+ELSEWHERE = re.compile(r"(?<![\w./])(?:/[^\s/,:]+)+/(?=[^\s/,:])")  # what stands before a file's name
 
 
 def commit_of(report):
@@ -52,7 +51,7 @@ def of_project(value):
         return {key: of_project(item) for key, item in value.items()}
     if isinstance(value, list):
         return [of_project(item) for item in value]
-    return TEMPORARY.sub("", value.replace(ROOT + os.sep, "")) if isinstance(value, str) else value
+    return ELSEWHERE.sub("", value.replace(ROOT + os.sep, "")) if isinstance(value, str) else value
 
 
 def record(report, fault=None, cf_model=None, took_s=None):

@@ -1312,9 +1312,9 @@ class Page(Files):
              ["build/release/apps/cf-layer --json data/bench/name.json --impl graph"]),
             ("bench_peers.py --cf-model b/h/cf-model --preset a --json x", [
                 "apps/bench_peers.py --preset a --json data/bench/name.json"]),
-            ("cf-model generate --model /dev/shm/pythia-2.8b --prompt-ids 1,2", [
-                "golden/tools/make_checkpoints.py --preset pythia-2.8b --out /dev/shm/pythia-2.8b",
-                "build/release/apps/cf-model generate --model /dev/shm/pythia-2.8b --prompt-ids 1,2"]),
+            ("cf-model generate --model pythia-2.8b --prompt-ids 1,2", [
+                "golden/tools/make_checkpoints.py --preset pythia-2.8b --out pythia-2.8b",
+                "build/release/apps/cf-model generate --model pythia-2.8b --prompt-ids 1,2"]),
         ):  # fmt: skip
             self.assertEqual(bench_page.typed("name", recorded), lines)
         directory = os.path.dirname(self.write("model-a.json", json.dumps(

@@ -81,6 +81,12 @@ class Pages(unittest.TestCase):
             bench_page.refuse_mixed(figures)
         self.assertGreater(len(figures.names), 50)
 
+    def test_records_have_no_paths_of_the_machine_that_made_them(self):
+        folder = os.path.join(ROOT, "data", "bench")
+        for name in (name for name in os.listdir(folder) if name.endswith(".json")):
+            path = re.search(r"[\s,\"](/(?:home|opt|root|tmp|usr|var|work)/\S{,40})", read(os.path.join(folder, name)))
+            self.assertIsNone(path and path[1], name)
+
     def test_the_glossary_is_short(self):
         text = read(os.path.join(ROOT, "CONTRIBUTING.md"))
         rows = re.search(r"^\| word \| meaning \|\n\|---\|---\|\n((?:\|.*\n)+)", text, re.MULTILINE).group(1)
