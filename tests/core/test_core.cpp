@@ -105,18 +105,12 @@ TEST_CASE("Pythia presets have the published numbers of parameters", "[config]")
 
 TEST_CASE("Presets beside Pythia's have the published numbers of parameters", "[config]") {
   // llama-2.8b-shape is published nowhere: its parameters are counted by hand.
-  const std::pair<const char*, std::int64_t> published[] = {{"llama-2-7b", 6738415616},
-                                                            {"llama-3.2-1b", 1235814400},
-                                                            {"llama-3.2-3b", 3212749824},
-                                                            {"llama-3.1-8b", 8030261248},
-                                                            {"llama-2.8b-shape", 2779548160},
-                                                            {"qwen2.5-7b", 7615616512},
-                                                            {"qwen3-0.6b", 596049920},
-                                                            {"qwen3-1.7b", 1720574976},
-                                                            {"qwen3-4b", 4022468096},
-                                                            {"qwen3-8b", 8190735360},
-                                                            {"gpt2", 124439808},
-                                                            {"stablelm-3b-4e1t", 2795443200}};
+  const std::pair<const char*, std::int64_t> published[] = {
+      {"llama-2-7b", 6738415616},      {"llama-3.2-1b", 1235814400},   {"llama-3.2-3b", 3212749824},
+      {"llama-3.1-8b", 8030261248},    {"llama-3.1-70b", 70553706496}, {"llama-2.8b-shape", 2779548160},
+      {"qwen2.5-7b", 7615616512},      {"qwen3-0.6b", 596049920},      {"qwen3-1.7b", 1720574976},
+      {"qwen3-4b", 4022468096},        {"qwen3-8b", 8190735360},       {"gpt2", 124439808},
+      {"stablelm-3b-4e1t", 2795443200}};
   REQUIRE(presets().size() == pythia_presets().size() + std::size(published) + 1);  // and GPT-NeoX-20B
   for (const auto& [name, parameters] : published) {
     CAPTURE(name);

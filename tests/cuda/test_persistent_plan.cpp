@@ -194,9 +194,11 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
   return "";
 }
 
-/// What the kernel says of a family that it does not take.
-std::string_view not_built(const ModelConfig& m) {
-  return m.family().positions == Positions::learned ? "rotary position embeddings, got learned ones" : "";
+/// What the kernel says of a model that it does not take; empty of one that it does.
+std::string not_built(const ModelConfig& m) {
+  if (m.family().positions == Positions::learned) return "rotary position embeddings, got learned ones";
+  if (m.hidden_size <= kMaxPersistentHidden) return "";
+  return "hidden up to " + std::to_string(kMaxPersistentHidden) + ", got " + std::to_string(m.hidden_size);
 }
 
 }  // namespace
@@ -207,7 +209,7 @@ TEST_CASE("persistent: presets have plans for an H200 and for an RTX 5090") {
       for (const Arch& arch : {kH200, kRtx5090}) {
         CAPTURE(m.name, batch, arch.sm_count);
         const auto plan = plan_persistent(arch, persistent_model(m, m.dtype), batch);
-        if (const std::string_view refused = not_built(m); !refused.empty()) {
+        if (const std::string refused = not_built(m); !refused.empty()) {
           CHECK(refusal_fault(plan.status(), Code::unimplemented, {refused}) == "");
           continue;
         }

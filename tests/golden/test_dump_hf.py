@@ -199,6 +199,7 @@ class Config(unittest.TestCase):
             "llama-3.2-1b": 1235814400,
             "llama-3.2-3b": 3212749824,
             "llama-3.1-8b": 8030261248,
+            "llama-3.1-70b": 70553706496,
             "llama-2.8b-shape": 2779548160,  # published nowhere: counted by hand
             "qwen2.5-7b": 7615616512,
             "qwen3-0.6b": 596049920,
