@@ -49,15 +49,21 @@ Status name_impl(const DeviceModelOptions& o, const Status& refused) {
 
 }  // namespace
 
+Result<DeviceModelBytes> device_model_bytes(const ModelSpec& model, const ModelWeights& weights,
+                                            const DeviceModelOptions& o) {
+  CF_TRY_ASSIGN(const cuda::Model::Options options, model_options(o));
+  cuda::ModelBytes bytes = cuda::Model::bytes(model, weights, options);
+  if (o.gpus > 1) {
+    CF_TRY_ASSIGN(bytes, cuda::RankedModel::bytes(o.gpus, model, weights, options));
+  }
+  return DeviceModelBytes{.weights = bytes.weights, .cache = bytes.cache, .workspace = bytes.workspace};
+}
+
 Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& model, const ModelWeights& weights,
                                           const DeviceModelOptions& o) {
   CF_TRY_ASSIGN(const cuda::Model::Options options, model_options(o));
-  ModelSpec part = model;
-  cuda::ModelBytes bytes = cuda::Model::bytes(model, weights, options);
-  if (o.gpus > 1) {
-    CF_TRY_ASSIGN(part, model.of_rank(0, o.gpus));
-    CF_TRY_ASSIGN(bytes, cuda::RankedModel::bytes(o.gpus, model, weights, options));
-  }
+  CF_TRY_ASSIGN(const ModelSpec part, model.of_rank(0, o.gpus));
+  CF_TRY_ASSIGN(const DeviceModelBytes bytes, device_model_bytes(model, weights, o));
   const cuda::Arch own = device.context().arch(), arch = o.invariant ? cuda::invariant_arch(own) : own;
   const cuda::Impl impl = options.impl ? *options.impl : cuda::Model::auto_impl(arch, part, weights, options);
   std::vector<int> bits;  // of packed weights
@@ -67,9 +73,7 @@ Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& 
     });
   const ModelShape& s = model.shape;
   return DeviceModelPlan{
-      .weights_bytes = bytes.weights,
-      .cache_bytes = bytes.cache,
-      .workspace_bytes = bytes.workspace,
+      .bytes = bytes,
       .impl = std::string(to_string(impl)),
       .step_classes = cuda::to_string(cuda::step_classes(arch, bits)),
       .run_classes = cuda::to_string(cuda::attention_classes(arch, s.head_dim, s.num_heads / s.num_kv_heads)),

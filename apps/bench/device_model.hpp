@@ -24,15 +24,24 @@ struct DeviceModelOptions {
   std::int64_t pages = 0, page_entries = 64;
 };
 
+/// What a model takes of each GPU.
+struct DeviceModelBytes {
+  double weights = 0, cache = 0, workspace = 0;
+  double total() const { return weights + cache + workspace; }
+};
+
+/// What a model takes of each of `options.gpus` GPUs, which need not be there: what open_device_model() takes there. It
+/// reads the weights' formats, dtypes and shapes alone. Refuses sizes that so many GPUs cannot share, by name.
+Result<DeviceModelBytes> device_model_bytes(const ModelSpec& model, const ModelWeights& weights,
+                                            const DeviceModelOptions& options);
+
 /// What a model takes of each GPU, and how its steps run.
 struct DeviceModelPlan {
-  double weights_bytes = 0, cache_bytes = 0, workspace_bytes = 0;
+  DeviceModelBytes bytes;
   std::string impl;
   /// The tokens of steps, and of runs, in ranges within which a row has the same bits: "1 to 8, 9 to 128, 129 or more".
   /// Of steps for all but attention, of runs for attention, and of the queries of a launch where runs are short.
   std::string step_classes, run_classes, query_classes;
-
-  double bytes() const { return weights_bytes + cache_bytes + workspace_bytes; }
 };
 
 /// Plans a model on the timer's device, or on several like it. It reads the weights' formats, dtypes and shapes alone.

@@ -19,6 +19,9 @@ Result<std::vector<double>> DeviceTimer::read_bytes_per_s(const BenchOptions&) {
 
 Result<std::unique_ptr<DeviceBench>> DeviceBench::create(DeviceBenchRequest) { return no_cuda(); }
 
+Result<DeviceModelBytes> device_model_bytes(const ModelSpec&, const ModelWeights&, const DeviceModelOptions&) {
+  return no_cuda();
+}
 Result<DeviceModelPlan> plan_device_model(DeviceTimer&, const ModelSpec&, const ModelWeights&,
                                           const DeviceModelOptions&) {
   return no_cuda();

@@ -116,6 +116,7 @@ class Info {
 
  private:
   ModelOptions model_;
+  std::optional<std::int64_t> capacity_, gpu_memory_;  // in GB
   bool plan_ = false;
   std::string gpu_ = "h200";
 };

@@ -204,7 +204,7 @@ Result<double> cache_bytes_of(const ModelOptions& o, std::int64_t slots, std::in
   if (!running.device) return cpu_ref::Model::bytes(l.config, cpu_options(o, slots, capacity)).cache;
   CF_TRY_ASSIGN(const DeviceModelPlan plan,
                 plan_device_model(*running.device, l.config.spec(), l.weights, device_options(o, slots, capacity)));
-  return plan.cache_bytes;
+  return plan.bytes.cache;
 }
 
 std::string describe_machine(const ModelOptions& o, const RunningModel& running) {

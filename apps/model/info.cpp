@@ -16,12 +16,6 @@
 namespace cf::apps {
 namespace {
 
-/// What a model takes with so many slots of so many entries.
-struct Needs {
-  double weights = 0, cache = 0, workspace = 0;
-  double total() const { return weights + cache + workspace; }
-};
-
 /// The most slots whose needs are within `free` bytes.
 std::int64_t slots_that_fit(const std::function<double(std::int64_t)>& needs, double free) {
   std::int64_t fits = 0, above = 1;
@@ -31,6 +25,22 @@ std::int64_t slots_that_fit(const std::function<double(std::int64_t)>& needs, do
     (needs(middle) <= free ? fits : above) = middle;
   }
   return fits;
+}
+
+/// What a model takes with so many slots of so many entries.
+using Needs = std::function<Result<DeviceModelBytes>(std::int64_t slots, std::int64_t entries)>;
+
+/// What each of some GPUs with so much memory takes of a model, and how many slots of so many entries fit; or why so
+/// many GPUs cannot share it.
+std::string on_each(const Needs& needs, std::int64_t entries, double memory) {
+  const Result<DeviceModelBytes> one = needs(1, entries), twice = needs(2, entries);
+  for (const Status& s : {one.status(), twice.status()})
+    if (!s) return s.message();
+  const std::int64_t slots = slots_that_fit([&](std::int64_t n) { return needs(n, entries)->total(); }, memory);
+  const double slot = twice->cache - one->cache;
+  return fmt::format("{} of weights, {:.1f} kB of cache a token, {} a slot, {} of activations: {}",
+                     gigabytes(one->weights), slot * 1e-3 / double(entries), gigabytes(slot), gigabytes(one->workspace),
+                     slots == 0 ? "does not fit" : fmt::format("{} slots fit", std::min(slots, kMaxSlots)));
 }
 
 /// The impls of a GPU's steps: "persistent for 1 to 8 slots, graph for 9 to 64".
@@ -76,18 +86,24 @@ int print_plan(const ModelSpec& spec, const checkpoint::LoadedModel& outline, co
 
 Info::Info(CommandLine& line) {
   declare_model(line, model_, false);
+  line.integer("--capacity", capacity_, {1, kMaxCapacity},
+               "Cache entries of a slot, as many as the model has positions when left out");
+  line.integer("--gpu-memory", gpu_memory_, {1, 1 << 20},
+               "Memory in GB of a GPU that need not be there: says on how many like it the model fits");
   line.flag("--plan", plan_, "Print the kernels of a step of one token on a GPU, and why others are not used");
   line.choice("--gpu", gpu_, plan_gpus(), "The GPU of --plan, which need not be there");
   line.needs("--gpu", "--plan");
+  for (const char* option : {"--capacity", "--gpu-memory"}) line.excludes("--plan", option);
   line.example("What a checkpoint takes", "cf-model info --model data/checkpoints/stdlib-4m");
-  line.example("What a preset of 4 bits takes", "cf-model info --preset pythia-2.8b --quant gptq");
+  line.example("On how many GPUs of 140 GB a model fits",
+               "cf-model info --preset llama-3.1-70b --gpu-memory 140 --capacity 8192");
 }
 
 int Info::run() {
   const Result<checkpoint::ModelSource> source = checkpoint::ModelSource::open(choice_of(model_));
   if (!source) return fail(source.status());
   const ModelConfig& m = source->config();
-  if ((model_.cuda() || plan_) && source->is_fp8()) return fail(no_fp8_kernels(m.name, "cuda"));
+  if ((model_.cuda() || plan_ || gpu_memory_) && source->is_fp8()) return fail(no_fp8_kernels(m.name, "cuda"));
   Table table({"what", "value"});
   const auto add = [&](std::string what, std::string value) { table.add({std::move(what), std::move(value)}); };
   add("model", m.name);
@@ -124,19 +140,20 @@ int Info::run() {
         *device, spec, outline->weights,
         {.slots = slots, .capacity = capacity, .gpus = gpus, .impl = model_.impl, .invariant = model_.invariant});
   };
-  // On each of the GPUs that share the model.
-  const auto needs_on = [&](std::int64_t slots, std::int64_t capacity, std::int64_t gpus) -> Result<Needs> {
-    if (!device) {
-      const cpu_ref::ModelBytes b = cpu_ref::Model::bytes(spec, {.slots = slots, .capacity = capacity});
-      return Needs{double(outline->bytes()), b.cache, b.workspace};
-    }
-    CF_TRY_ASSIGN(const DeviceModelPlan p, plan(slots, capacity, gpus));
-    return Needs{p.weights_bytes, p.cache_bytes, p.workspace_bytes};
+  const auto on_gpus = [&](std::int64_t gpus) -> Needs {
+    return [&, gpus](std::int64_t slots, std::int64_t capacity) {
+      return device_model_bytes(spec, outline->weights,
+                                {.slots = slots, .capacity = capacity, .gpus = gpus, .invariant = model_.invariant});
+    };
   };
-  const auto needs = [&](std::int64_t slots, std::int64_t capacity) { return needs_on(slots, capacity, model_.gpus); };
-  // One slot that reaches as far as the model's positions.
-  const std::int64_t entries = m.most_positions();
-  const Result<Needs> one = needs(1, entries), twice = needs(1, 2 * entries);
+  const Needs on_host = [&](std::int64_t slots, std::int64_t capacity) -> Result<DeviceModelBytes> {
+    const cpu_ref::ModelBytes b = cpu_ref::Model::bytes(spec, {.slots = slots, .capacity = capacity});
+    return DeviceModelBytes{double(outline->bytes()), b.cache, b.workspace};
+  };
+  const Needs needs = device ? on_gpus(model_.gpus) : on_host;
+  // One slot that reaches as far as the model's positions, or as was asked for.
+  const std::int64_t entries = capacity_.value_or(m.most_positions());
+  const Result<DeviceModelBytes> one = needs(1, entries), twice = needs(1, 2 * entries);
   for (const Status& s : {one.status(), twice.status()})
     if (!s) return fail(s);
   const DType activation = device ? outline->config.dtype : cpu_ref::Model::Options{}.activation;
@@ -177,14 +194,12 @@ int Info::run() {
   const std::int64_t slots = slots_that_fit([&](std::int64_t n) { return needs(n, entries)->total(); }, free);
   add(model_.gpus > 1 ? fmt::format("slots that fit on {} GPUs", model_.gpus) : "slots that fit",
       fmt::format("{} of {} entries", slots, entries));
-  for (std::int64_t gpus = 2; device && model_.gpus == 1 && gpus <= kMostGpus; gpus *= 2) {
-    const Result<Needs> first = needs_on(1, entries, gpus);
-    const auto on_each = [&](std::int64_t n) { return needs_on(n, entries, gpus)->total(); };
-    add(fmt::format("on {} GPUs like this", gpus),
-        first ? fmt::format("{:.1f} MB of weights on each, {} slots of {} entries", first->weights * 1e-6,
-                            slots_that_fit(on_each, free), entries)
-              : first.status().message());
-  }
+  if (gpu_memory_)
+    if (const Status known = on_gpus(1)(1, entries).status(); !known) return fail("--gpu-memory: " + known.message());
+  const double gpu_memory = gpu_memory_ ? double(*gpu_memory_) * 1e9 : free;
+  for (std::int64_t gpus = 1; (device || gpu_memory_) && gpus <= kMostGpus; gpus *= 2)
+    add(gpus == 1 ? "on one GPU" : fmt::format("on each of {} GPUs", gpus),
+        on_each(on_gpus(gpus), entries, gpu_memory));
   table.print(stdout);
   if (std::fflush(stdout) != 0) return fail("standard output: cannot be written");
   return kOk;

@@ -1,11 +1,16 @@
 // cf-model as its users meet it: what it prints, writes and refuses.
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <filesystem>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <string>
 #include <vector>
 
+#include "core/model/config.hpp"
+#include "core/resources.hpp"
 #include "golden/checkpoint/token_file.hpp"
 #include "golden/file/model_golden.hpp"
 #include "tests/apps/run_cf_model.hpp"
@@ -358,6 +363,51 @@ TEST_CASE("cf-model info says what a model is and takes", "[cf_model]") {
   CHECK(cf_model_ok("info --preset pythia-2.8b --quant gptq").out.find("GPTQ of 4 bits, group 128") !=
         std::string::npos);
 }
+
+#ifdef CF_HAVE_CUDA
+TEST_CASE("cf-model info says on how many GPUs a model fits, and why so many cannot share it", "[cf_model][ranks]") {
+  const auto cells = [](const std::string& arguments) {
+    std::map<std::string, std::string> of;
+    std::istringstream lines(cf_model_ok("info " + arguments).out);
+    for (std::string line; std::getline(lines, line);) {
+      const std::size_t first = line.find("on "), bar = line.find(" | ");
+      if (first == 2 && bar != line.npos) {
+        std::string what = line.substr(first, bar - first), value = line.substr(bar + 3);
+        what.erase(what.find_last_not_of(' ') + 1);
+        of[what] = value.substr(0, value.find_last_not_of(" |") + 1);
+      }
+    }
+    return of;
+  };
+  const auto large = cells("--preset llama-3.1-70b --gpu-memory 140 --capacity 8192");
+  const ModelConfig m = *find_preset("llama-3.1-70b");
+  const std::int64_t cache_token = 2 * 2 * m.num_hidden_layers * m.kv_heads() * m.head_dim();
+  // The embedding, the head and the norms are whole on each rank.
+  const std::int64_t whole = (2 * m.vocab_size + (2 * m.num_hidden_layers + 1)) * m.hidden_size;
+  REQUIRE(large.size() == 4);
+  for (const std::int64_t gpus : {1, 2, 4, 8}) {
+    const std::string row = large.at(gpus == 1 ? "on one GPU" : "on each of " + std::to_string(gpus) + " GPUs");
+    CAPTURE(gpus, row);
+    CHECK(row.starts_with(gigabytes(2 * double((m.num_parameters() - whole) / gpus + whole)) + " of weights, "));
+    char token[32];
+    (void)std::snprintf(token, sizeof token, " %.1f kB of cache a token, ", double(cache_token / gpus) * 1e-3);
+    CHECK(row.find(token + gigabytes(double(cache_token / gpus) * 8192) + " a slot, ") != row.npos);
+    CHECK(row.ends_with(gpus == 1 ? ": does not fit" : " slots fit"));
+  }
+  // Half of a slot's cache beside half of the layers' weights: a GPU of more memory has room for more slots.
+  CHECK(cells("--preset llama-3.1-70b --gpu-memory 200 --capacity 8192").at("on one GPU").ends_with(" slots fit"));
+  const auto few = cells("--preset qwen2.5-7b --gpu-memory 80");
+  CHECK(few.at("on each of 4 GPUs").ends_with(" slots fit"));
+  CHECK(few.at("on each of 8 GPUs") == "model: 8 ranks must divide num_heads, got 28");
+  CHECK(cells("--preset llama-3.2-3b --gpu-memory 80").at("on each of 8 GPUs").ends_with(" slots fit"));
+  CHECK(cells("--preset qwen3-4b --quant gptq --group 128 --gpu-memory 24").at("on each of 2 GPUs").ends_with(" fit"));
+  CHECK(cells("--preset pythia-14m").empty());
+}
+#else
+TEST_CASE("cf-model info refuses to count a GPU's bytes without the CUDA backend", "[cf_model][ranks]") {
+  check_refusal("info --preset pythia-14m --gpu-memory 80", "--gpu-memory: this build has no CUDA support");
+}
+#endif
 
 TEST_CASE("cf-model takes a backend, and of each the options that are its own", "[cf_model]") {
   for (const char* command : {"generate", "eval", "bench", "info"}) {
