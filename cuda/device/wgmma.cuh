@@ -123,6 +123,12 @@ __device__ void take_registers() {
 #define CF_NUMBERS_64 CF_NUMBERS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define CF_NUMBERS_72 CF_NUMBERS_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define CF_NUMBERS_80 CF_NUMBERS_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define CF_NUMBERS_88 CF_NUMBERS_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define CF_NUMBERS_96 CF_NUMBERS_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define CF_NUMBERS_104 CF_NUMBERS_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define CF_NUMBERS_112 CF_NUMBERS_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define CF_NUMBERS_120 CF_NUMBERS_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define CF_NUMBERS_128 CF_NUMBERS_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define CF_SUMS_8(i)                                                                                          \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
@@ -132,6 +138,8 @@ __device__ void take_registers() {
 #define CF_SUMS_48(i) CF_SUMS_32(i), CF_SUMS_16(i + 32)
 #define CF_SUMS_64(i) CF_SUMS_32(i), CF_SUMS_32(i + 32)
 #define CF_SUMS_80(i) CF_SUMS_64(i), CF_SUMS_16(i + 64)
+#define CF_SUMS_96(i) CF_SUMS_64(i), CF_SUMS_32(i + 64)
+#define CF_SUMS_128(i) CF_SUMS_64(i), CF_SUMS_64(i + 64)
 
 #ifdef CF_HAVE_WGMMA
 #define CF_WGMMA_ASM(n, registers, type, a, b, add)                                                          \
@@ -194,6 +202,9 @@ CF_WGMMA_ROWS(64, 32, "32", "33", "34", "35", "36", "37")
 CF_WGMMA_ROWS(80, 40, "40", "41", "42", "43", "44", "45")
 CF_WGMMA_ROWS(96, 48, "48", "49", "50", "51", "52", "53")
 CF_WGMMA_ROWS(128, 64, "64", "65", "66", "67", "68", "69")
+CF_WGMMA_ROWS(160, 80, "80", "81", "82", "83", "84", "85")
+CF_WGMMA_ROWS(192, 96, "96", "97", "98", "99", "100", "101")
+CF_WGMMA_ROWS(256, 128, "128", "129", "130", "131", "132", "133")
 CF_WGMMA_ACROSS(64, 32, "32", "33", "34", "35", "36")
 CF_WGMMA_ACROSS(80, 40, "40", "41", "42", "43", "44")
 CF_WGMMA_ACROSS(128, 64, "64", "65", "66", "67", "68")

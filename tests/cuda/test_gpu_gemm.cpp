@@ -86,6 +86,13 @@ bool takes_packed(std::int64_t tokens, std::int64_t in, std::int64_t rows, DType
   return cuda::is_wgmma_packed(arch, tokens, in, rows, dtype) || cuda::is_tiles_packed(arch, tokens, in, rows, dtype);
 }
 
+/// Whether tiles_packed takes a call by the plans of a GPU.
+bool takes_tiles_packed(const Args& args, const cuda::Arch& arch) {
+  if (!std::holds_alternative<PackedWeight>(args.linear.weight)) return false;
+  const Dims d = ops::Linear::dims(args);
+  return cuda::is_tiles_packed(arch, d.tokens, d.in, d.rows(), args.x.dtype);
+}
+
 cuda::LaunchList prepared(const Args& args, cuda::Scratch scratch, const cuda::Context& c = context()) {
   cuda::LaunchList launches(c, scratch);
   const Status s = cuda::prepare(args, launches);
@@ -281,9 +288,30 @@ TEST_CASE("linear of many tokens: every bit of a GPTQ weight arrives", "[gpu][ge
         REQUIRE(takes_library(device.args(), scratch.get()) == (tokens > kTuning.packed_tokens));
         Problem<ops::Linear>& got = device.run(c, scratch.get());
         const Tensor y = got.tensor(block(got, "y"));
+        // Tiles bring the sums to each group's scale in turn, which rounds them: a ratio of scales and a product.
+        const bool in_tiles = takes_tiles_packed(device.args(), c.arch());
+        const double roundings = in_tiles ? 6. * (in / gptq.group_size + 1) * 0x1p-24 : 0;
         std::int64_t wrong = 0;
-        for (std::int64_t i = 0; i < y.size(); ++i) wrong += y.at(i) != rounded(weight(i) - rounded(weight(i)));
+        for (std::int64_t i = 0; i < y.size(); ++i) {
+          const double exact = weight(i) - rounded(weight(i)), bound = roundings * std::abs(weight(i));
+          wrong += !(rounded(exact - bound) <= y.at(i) && y.at(i) <= rounded(exact + bound));
+        }
         CHECK(wrong == 0);
+      }
+}
+
+TEST_CASE("linear of many tokens: packed rows whose groups have scales of 0, small and large ones in turn",
+          "[gpu][gemm][gptq]") {
+  const DeviceScratch scratch;
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (const GptqSetup& gptq : {GptqSetup{4, 128, 1, false}, GptqSetup{4, 32, 0, true}})
+      for (std::int64_t tokens : {20, 60, 100, 300}) {
+        INFO("tokens " << tokens << ", group " << gptq.group_size << ", " << to_string(dtype));
+        const Setup s = setup(dtype, gptq);
+        Problem<ops::Linear> p(s, linear(tokens, 640, 72));
+        const double scales[] = {0, 0x1p-24, 0x1p-14, 0.02, 4};
+        set(block(p, "scales"), [&](std::int64_t i) { return scales[i % 5]; });
+        CHECK(check_on_device<ops::Linear>(s, p, scratch.get()));
       }
 }
 
@@ -379,12 +407,15 @@ TEST_CASE("linear of many tokens: packed weights in tiles of every width give th
   cuda::Context own = context();
   if (!own.arch().has_wgmma()) return;
   for (const GptqSetup& gptq : {GptqSetup{4, 128, 1, false}, GptqSetup{4, 32, 0, false}})
-    for (Epilogue epilogue : {Epilogue::gelu_erf, Epilogue::residual, Epilogue::swiglu}) {
+    for (auto [epilogue, out] : {std::pair<Epilogue, std::int64_t>{Epilogue::gelu_erf, 328},
+                                 {Epilogue::residual, 2600},
+                                 {Epilogue::swiglu, 328}}) {
       std::set<int> widths;
-      for (const std::int64_t tokens : {160, 192, 250, 256}) {
-        DeviceProblem<ops::Linear> p(setup(DType::f16, gptq, 1), linear(tokens, 648, 328, epilogue));
+      for (const std::int64_t tokens : {160, 192, 250, 256, 288}) {
+        DeviceProblem<ops::Linear> p(setup(DType::f16, gptq, 1), linear(tokens, 648, out, epilogue));
         const auto expected = p.run(own).bytes();
-        for (const int sm_count : {2, 4, 8, 132}) {  // with fewer SMs wider tiles are faster
+        const std::int64_t rows = ops::Linear::dims(p.args()).rows();
+        for (const int sm_count : {2, 4, 8, 20, 28, 44, 66, 132}) {  // with fewer SMs wider tiles are faster
           cuda::Context few = own;
           cuda::Arch arch = own.arch();
           arch.sm_count = sm_count;
@@ -392,12 +423,13 @@ TEST_CASE("linear of many tokens: packed weights in tiles of every width give th
           const Result<cuda::GptqLayout> layout =
               cuda::gptq_layout("linear", std::get<PackedWeight>(p.args().linear.weight));
           REQUIRE(layout);
-          widths.insert(cuda::packed_tiles_plan(arch, *layout, tokens, ops::Linear::dims(p.args()).rows()).token_tile);
-          INFO("tokens " << tokens << ", SMs " << sm_count);
+          const cuda::PackedTilesPlan plan = cuda::packed_tiles_plan(arch, *layout, tokens, rows);
+          widths.insert(plan.token_tile);
+          INFO("tokens " << tokens << ", rows " << rows << ", SMs " << sm_count);
           CHECK(p.run(few).bytes() == expected);
         }
       }
-      CHECK(widths == (gptq.group_size == 32 ? std::set<int>{64, 128} : std::set<int>{64, 80, 96, 128}));
+      CHECK(widths == (gptq.group_size == 32 ? std::set<int>{64, 128} : std::set<int>{64, 96, 128, 160, 192, 256}));
     }
 }
 

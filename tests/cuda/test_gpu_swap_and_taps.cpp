@@ -51,7 +51,7 @@ std::string continued(Model& model) {
 }  // namespace
 
 TEST_CASE("swap on the GPU: ids and logits are those of a fresh load, bit for bit, by every impl",
-          "[gpu][model][swap][small]") {
+          "[gpu][model][swap][persistent][small]") {
   const Impl impl = GENERATE(Impl::unfused, Impl::graph, Impl::split, Impl::layer, Impl::persistent);
   const std::int64_t slots = GENERATE(1, 4);
   const bool gated = GENERATE(false, true);
@@ -108,7 +108,7 @@ TEST_CASE("swap on the GPU: what does not fit is refused by name, and the model 
 }
 
 TEST_CASE("taps on the GPU: steps and passes of several sequences have the oracle's within the budget",
-          "[gpu][model][taps][small]") {
+          "[gpu][model][taps][persistent][small]") {
   const DType dtype = GENERATE(DType::f16, DType::bf16);
   const Impl impl = GENERATE(Impl::graph, Impl::persistent);
   const Small small(dtype);

@@ -106,6 +106,26 @@ TEST_CASE("pack: a GPTQ weight keeps the matrix, every row and every input, in e
     }
 }
 
+TEST_CASE("pack: no scale is 0, where GPTQ's is and where columns have no input neither, and the matrix stays",
+          "[pack]") {
+  for (const GptqSetup& format : {GptqSetup{4, 32, 0, false}, GptqSetup{4, 24, 1, true}, GptqSetup{8, 32, 1, false}}) {
+    CAPTURE(format.bits, format.group_size, format.desc_act);
+    Quantised q(format, 144, 24);
+    auto* const scales = const_cast<f16*>(q.weight().scales.data);
+    for (std::int64_t i = 0; i < q.weight().scales.size(); i += 3) scales[i] = narrow<f16>(i % 2 ? 0. : -0.);
+    const Tensor dense = cpu_ref::dequantise(q.weight(), DType::f64);
+    const Result<Packed> packed = pack(q.weight(), {});
+    const PackedWeight w = packed_of(packed);
+    const GptqLayout l = layout_of(w);
+    const Tensor got = unpack(w, l);
+    for (std::int64_t i = 0; i < got.size(); ++i) REQUIRE(got.at(i) == dense.at(i));
+    const auto* const words = reinterpret_cast<const std::uint32_t*>(l.scales(w));
+    for (std::int64_t r = 0; r < w.out; ++r)
+      for (std::int64_t group = 0; group < l.groups; ++group)
+        REQUIRE((words[(r / 16 * l.groups + group) * 16 + r % 8 * 2 + r % 16 / 8] & 0x7fff) != 0);
+  }
+}
+
 TEST_CASE("pack: the layout says whether every weight lies within float16's range", "[pack]") {
   for (auto [bits, scale, fits] : {std::tuple{4, 0.01, true},
                                    {4, 4094., true},

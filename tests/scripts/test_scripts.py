@@ -784,6 +784,18 @@ class TestGpu(Scripts):
         self.assertEqual({visible for visible, _ in self.given().values()}, {"2"})
         self.assertEqual(self.given()["ranks"][1], [(0, 5)])
 
+    def test_the_oracles_of_all_tests_at_once_have_the_cores_between_them(self):
+        cores = len(os.sched_getaffinity(0))
+        self.tests = {"a": f'echo "$OMP_NUM_THREADS" >>{self.root}/threads'}
+        for arguments, environment, threads in (
+            (("--jobs", "1"), {}, cores),
+            (("--jobs", "9999", "--gpus", "1"), {}, max(1, cores // 8)),
+            ((), {"OMP_NUM_THREADS": "3"}, 3),
+        ):
+            self.assertEqual(self.ran(*arguments, **environment)[0], 0)
+            with open(os.path.join(self.root, "threads"), encoding="utf-8") as file:
+                self.assertEqual(file.read().split()[-1], str(threads))
+
     def test_outcomes_are_counted_and_named(self):
         self.tests = {"good": "true", "bad [x], worse": "exit 1", "dies": "kill -9 $$", "lacks one": "exit 77"}
         status, last, outcomes = self.ran()

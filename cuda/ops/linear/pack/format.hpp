@@ -45,7 +45,8 @@ struct RopePairs {
 //           same. A word's eight columns lie in the order 0, 4, 2, 6, 1, 5, 3, 7, low bits first. So the two columns of
 //           a pair lie 16 bits apart, as a pair of 16-bit numbers does, and one mask makes a pair.
 //   scales  (row_tiles, groups, 16)  Word (i, group, r) is of row 16i + r / 2 + 8 (r % 2): the float16 scale in its low
-//           half, the zero as a float16 in its high half.
+//           half, the zero as a float16 in its high half. A scale is never 0: where GPTQ's is, and in groups of columns
+//           without an input, the scale is 1, the zero and the codes are 0.
 //   order   (64 * chunks)  The input of each column, or -1. Matrices of 4-bit codes whose column k is input k have
 //           none.
 //   inverse (inputs)  The column of each input. With 8 bits it is the column of the input's high code. Matrices whose

@@ -67,12 +67,21 @@ Result<Columns> columns_of(const GptqWeight& w) {
   return c;
 }
 
-/// Writes the scales and zeros of packed row r.
+/// A scale of 0 becomes 1, its codes and zeros 0: kernels divide by a row's scales.
+constexpr std::uint32_t kNothing = 0x3c00;
+bool is_nothing(const GptqWeight& w, std::int64_t group, std::int64_t row) {
+  return (w.scales.data[group * w.scales.shape[1] + row].bits & 0x7fff) == 0;
+}
+
+/// Writes the scales and zeros of packed row r. Behind the groups of inputs come those of columns without one.
 Status pack_scales(const GptqWeight& w, const Columns& columns, const GptqLayout& l, std::int64_t r,
                    std::int32_t* scales) {
   const std::int64_t groups = w.scales.shape[0], out = w.scales.shape[1], n = l.pairs.row(r);
-  const std::int64_t word = 2 * (r % kGptqRows % 8) + r % kGptqRows / 8;
+  std::int32_t* const words =
+      scales + r / kGptqRows * l.groups * kGptqRows + 2 * (r % kGptqRows % 8) + r % kGptqRows / 8;
+  for (std::int64_t group = 0; group < l.groups; ++group) words[group * kGptqRows] = kNothing;
   for (std::int64_t group = 0; group < groups; ++group) {
+    if (is_nothing(w, group, n)) continue;
     const std::int32_t zero =
         std::int32_t(code(w.qzeros.data + group * w.qzeros.shape[1], 1, n, w.bits)) + w.zero_offset;
     const f16 scale = w.scales.data[group * out + n];
@@ -84,8 +93,7 @@ Status pack_scales(const GptqWeight& w, const Columns& columns, const GptqLayout
                                        ") must be at most 4095 with 8 bits, got " +
                                        std::to_string(widen<double>(scale)));
       const f16 offset = narrow<f16>(columns.planes == 1 ? zero : is_high ? zero >> 4 : zero & 15);
-      scales[(r / kGptqRows * l.groups + plane * groups + group) * kGptqRows + word] =
-          std::int32_t(scaled.bits | std::uint32_t(offset.bits) << 16);
+      words[(plane * groups + group) * kGptqRows] = std::int32_t(scaled.bits | std::uint32_t(offset.bits) << 16);
     }
   }
   return {};
@@ -94,13 +102,15 @@ Status pack_scales(const GptqWeight& w, const Columns& columns, const GptqLayout
 /// Writes the codes of packed row r.
 void pack_codes(const GptqWeight& w, const Columns& columns, const GptqLayout& l, std::int64_t r, std::int32_t* codes) {
   const std::int64_t in = w.g_idx.size(), out = w.scales.shape[1], n = l.pairs.row(r);
-  const std::int64_t g = r % kGptqRows % 8, side = r % kGptqRows / 8;
+  const std::int64_t g = r % kGptqRows % 8, side = r % kGptqRows / 8, groups = w.scales.shape[0];
   for (std::int64_t chunk = 0; chunk < l.chunks; ++chunk)
     for (std::int64_t half = 0; half < 2; ++half)
       for (std::int64_t t = 0; t < 4; ++t) {
         const std::int64_t first = chunk * kGptqColumns + half * kHalf + 8 * t;
         std::uint32_t word = 0;
-        if (columns.in_order) {
+        if (is_nothing(w, first / columns.per_group % groups, n)) {
+          // as many zeros
+        } else if (columns.in_order) {
           // The eight columns are those of one stored word. The last chunk may have columns beyond the inputs.
           if (first < in) word = shuffled(std::uint32_t(w.qweight.data[first / 8 * out + n]));
         } else {

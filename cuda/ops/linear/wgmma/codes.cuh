@@ -36,6 +36,12 @@ __device__ std::uint32_t zero_of(std::uint32_t word) {
   return pack_pair<T>(zero, zero);
 }
 
+/// a / b, but for the last bit of the rarest.
+__device__ inline float ratio(float a, float b) {
+  const float inverse = reciprocal_approximate(b), q = a * inverse;
+  return fmaf(fmaf(-q, b, a), inverse, q);
+}
+
 /// A block's stages in shared memory: weights as kPackedWeightBytes says, and Rows rows of operand b. The copy engine
 /// puts a stage's codes down as rows of 128 bytes, four for each tile of 16 rows, and the scales as a row of two groups
 /// for each tile.
@@ -108,10 +114,14 @@ struct LaneCodes {
 /// The steps come in the ring from `slot` on; release(stage) says that the warp is done with a stage. Groups have
 /// `halves_a_group` times 32 columns: a multiple of Halves, which are a unit. The ring has Stages stages.
 ///
+/// With InOne the products of all groups are added to the sums themselves, which leaves registers for twice as many
+/// tokens. The sums are in units of the group's scale: where a group ends, they are multiplied by its scale over that of
+/// the next. No scale is 0.
+///
 /// While the products of a unit run, the operands of the next one are made, and the codes of the next but one loaded. A
 /// product whose operand a is in registers holds up its warp until the product before it is done. So half of the
 /// operands are made between two halves of the products.
-template <class T, int Tokens, int Halves, int Stages, class Release>
+template <class T, int Tokens, int Halves, int Stages, bool InOne = false, class Release>
 __device__ void multiply_codes(const PackedRing<Tokens>& ring, RingSlot& slot, int first, int count, int halves_a_group,
                                Release release, float (&sum)[Tokens / 2]) {
   constexpr int kUnits = 2 / Halves, kProducts = 2 * Halves;  // a step has units, a unit has products of 16 columns
@@ -139,11 +149,16 @@ __device__ void multiply_codes(const PackedRing<Tokens>& ring, RingSlot& slot, i
   float scale[] = {scale_of(scales.x), scale_of(scales.y)};
   if (units > 1) load(kUnits - 1, left == 1);
 
-  float of_group[Tokens / 2];
-  bool is_added = false;
+  float apart[Tokens / 2];
+  float(&of_group)[Tokens / 2] = InOne ? sum : apart;
+  bool is_added = InOne;
   const auto add_group = [&] {
 #pragma unroll
     for (int i = 0; i < Tokens / 2; ++i) sum[i] = fmaf(scale[i / 2 % 2], of_group[i], sum[i]);
+  };
+  const auto scale_sums = [&](const float(&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < Tokens / 2; ++i) sum[i] *= factor[i / 2 % 2];
   };
   const std::uint32_t first_b = std::uint32_t(tile_along_k(ring.b(0)));
   int finished = -1;  // a stage whose products are the last but those of one unit
@@ -155,9 +170,10 @@ __device__ void multiply_codes(const PackedRing<Tokens>& ring, RingSlot& slot, i
       const std::uint32_t b = first_b + slot.stage * (ring.stage_bytes >> 4) + unit * 2 * std::uint32_t(kWgmmaStep);
       const bool has_next = i + turn + 1 < units, has_next_but_one = i + turn + 2 < units;
       const auto multiply = [&](int k) {
-        wgmma(of_group, a[turn][k], tile_along_k_at(b + k * std::uint32_t(kWgmmaStep)), k > 0 || is_added, T{});
+        wgmma(of_group, a[turn][k], tile_along_k_at(b + k * std::uint32_t(kWgmmaStep)), InOne || k > 0 || is_added,
+              T{});
       };
-      if (!is_added) keep_in_registers(of_group);
+      if (InOne || !is_added) keep_in_registers(of_group);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kProducts / 2; ++k) multiply(k);
@@ -186,18 +202,27 @@ __device__ void multiply_codes(const PackedRing<Tokens>& ring, RingSlot& slot, i
         if (has_next_but_one) load(unit, left == 1);
       }
       if (ends) {
+        const float next[] = {scale_of(scales.x), scale_of(scales.y)};
+        const float factor[] = {ratio(scale[0], next[0]), ratio(scale[1], next[1])};
         wgmma_wait<0>();
         keep_in_registers(of_group);
-        add_group();
-        is_added = false;
-        scale[0] = scale_of(scales.x), scale[1] = scale_of(scales.y);
+        if constexpr (InOne) {
+          if (has_next) scale_sums(factor);
+        } else {
+          add_group();
+          is_added = false;
+        }
+        if (!InOne || has_next) scale[0] = next[0], scale[1] = next[1];
       }
       if (!has_next) break;
     }
   }
   wgmma_wait<0>();
   keep_in_registers(of_group);
-  if (is_added) add_group();
+  if constexpr (InOne)
+    scale_sums(scale);
+  else if (is_added)
+    add_group();
   release(finished);
 }
 #endif

@@ -85,9 +85,9 @@ constexpr WgmmaPackedPlan wgmma_packed_plan(const Arch& arch, const GptqLayout& 
 
 inline std::string to_string(const WgmmaPackedPlan& p) { return to_string(p.product) + columns_text(p.columns_bytes); }
 
-/// A tile is kLinearWgmmaTileRows rows of the weight and `token_tile` tokens, 64, 80, 96 or 128. The blocks of a cluster
-/// have tiles of the same tokens, of rows beside each other, and share the copies of x. Such a group of tiles lies at
-/// group i % token_groups of tokens and i / token_groups of rows; clusters take groups in turn.
+/// A tile is kLinearWgmmaTileRows rows of the weight and `token_tile` tokens: 64, 96, 128, 160, 192 or 256. The blocks of
+/// a cluster have tiles of the same tokens, of rows beside each other, and share the copies of x. Such a group of tiles
+/// lies at group i % token_groups of tokens and i / token_groups of rows; clusters take groups in turn.
 inline constexpr int kPackedTilesBlocks = 2;
 
 /// A warp's sums go through shared memory in chunks: kPackedTilesChunk tokens of its rows, in float32.
@@ -135,11 +135,11 @@ constexpr PackedTilesPlan packed_tiles_layout(const Arch& arch, const GptqLayout
 inline constexpr int kPackedTilesStepTokens = 120;
 constexpr PackedTilesPlan packed_tiles_plan(const Arch& arch, const GptqLayout& layout, std::int64_t tokens,
                                             std::int64_t rows) {
-  PackedTilesPlan best = packed_tiles_layout(arch, layout, tokens, rows, 128);
+  const bool is_whole = layout.columns_per_group % kLinearWgmmaColumns == 0;  // no group ends within a step
+  PackedTilesPlan best = packed_tiles_layout(arch, layout, tokens, rows, is_whole ? 256 : 128);
   const auto length = [](const PackedTilesPlan& p) { return p.rounds() * (p.token_tile + kPackedTilesStepTokens); };
-  for (const int token_tile : {96, 80, 64}) {
-    // Groups that end within a step have no kernels of 80 and 96 tokens.
-    if (layout.columns_per_group % kLinearWgmmaColumns && token_tile != 64) continue;
+  for (const int token_tile : {192, 160, 128, 96, 64}) {
+    if (!is_whole && token_tile != 64 && token_tile != 128) continue;  // these have no other kernels
     const PackedTilesPlan p = packed_tiles_layout(arch, layout, tokens, rows, token_tile);
     if (length(p) < length(best)) best = p;
   }

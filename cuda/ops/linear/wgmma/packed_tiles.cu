@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Tile tile(c, Tokens, group, rank);
     const int row = tile.row + warp * kGptqRows;
     float sum[Tokens / 2] = {};
-    multiply_codes<T, Tokens, Halves, stages>(
+    multiply_codes<T, Tokens, Halves, stages, true>(
         ring, slot, 0, c.weight.matrix.chunks, c.weight.halves_a_group,
         [&](int stage) {
           __syncwarp();  // all lanes have read the codes
@@ -229,9 +229,11 @@ auto kernel_for(int token_tile, bool whole) {
   if (!whole) return token_tile == 64 ? linear_packed_tiles_kernel<T, 64, 1> : linear_packed_tiles_kernel<T, 128, 1>;
   switch (token_tile) {
     case 64: return linear_packed_tiles_kernel<T, 64, 2>;
-    case 80: return linear_packed_tiles_kernel<T, 80, 2>;
     case 96: return linear_packed_tiles_kernel<T, 96, 2>;
-    default: return linear_packed_tiles_kernel<T, 128, 2>;
+    case 128: return linear_packed_tiles_kernel<T, 128, 2>;
+    case 160: return linear_packed_tiles_kernel<T, 160, 2>;
+    case 192: return linear_packed_tiles_kernel<T, 192, 2>;
+    default: return linear_packed_tiles_kernel<T, 256, 2>;
   }
 }
 

@@ -80,10 +80,10 @@ constexpr int linear_wgmma_parts_bytes(int token_tile, int splits) {
   return (kLinearWgmmaWarps + splits - 1) / splits * splits * token_tile * kLinearWgmmaPartPitch * 4;
 }
 
-/// One block an SM at most, or `blocks_an_sm`. Up to 64 tokens an SM has room for a block of the next launch, too: its copies of weights
-/// begin while this launch ends. The products of 128 tokens need the longer ring more. All clusters have their SMs at
-/// once; the blocks of one lie on SMs of one group of 16 or more. A stage has `weight_bytes` of weights. A split has at least kLeastSteps steps of
-/// kLinearWgmmaColumns columns.
+/// One block an SM at most, or `blocks_an_sm`. Up to 64 tokens an SM has room for a block of the next launch, too: its
+/// copies of weights begin while this launch ends. The products of 128 tokens need the longer ring more. All clusters
+/// have their SMs at once; the blocks of one lie on SMs of one group of 16 or more. A stage has `weight_bytes` of
+/// weights. A split has at least kLeastSteps steps of kLinearWgmmaColumns columns.
 constexpr LinearWgmmaPlan linear_wgmma_plan(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
                                             int weight_bytes = linear_wgmma_weight_bytes(16), int blocks_an_sm = 1) {
   constexpr std::int64_t kLeastSteps = 4;
