@@ -10,7 +10,10 @@
 #include "core/model/passes.hpp"
 #include "core/model/ranks.hpp"
 #include "cpu_ref/cpu_ref.hpp"
+#include "cpu_ref/model.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/held_port.hpp"
+#include "tests/support/rank_process.hpp"
 #include "tests/support/refusal.hpp"
 #include "tests/support/small_model.hpp"
 
@@ -142,6 +145,34 @@ bool same_bits(const HostStep& a, const HostStep& b) {
   return std::memcmp(a.tensors.logits.data, b.tensors.logits.data, std::size_t(a.tensors.logits.bytes())) == 0;
 }
 
+/// The logits behind a prompt of each family's model in float32, as a rank of the group makes them. The ranks agree on
+/// their bits.
+Status prompt_logits(const std::shared_ptr<RankGroup>& group, std::span<const std::int32_t> ids,
+                     std::vector<Tensor>& rows) {
+  for (const ModelConfig& m : divisible_models()) {
+    const auto weights = std::make_shared<OwnedModelWeights>(procedural_model(m.spec(), DType::f32, 1));
+    CF_TRY_ASSIGN(const std::unique_ptr<cpu_ref::Model> model,
+                  cpu_ref::Model::create(m, weights->weights, weights, {.capacity = 32, .group = group}));
+    CF_TRY(model->prefill(0, 0, ids));
+    CF_TRY_ASSIGN(Tensor row, model->logits(0));
+    CF_TRY(group->agree({static_cast<const char*>(row.data()), std::size_t(row.size_bytes())}));
+    rows.push_back(std::move(row));
+  }
+  return {};
+}
+
+/// Makes a HostStep that of one prompt, which begins at position 0.
+void make_prompt(HostStep& step, std::span<const std::int32_t> ids) {
+  const auto set = [](const auto& view, std::size_t i, std::int32_t value) {
+    const_cast<std::int32_t*>(view.data)[i] = value;
+  };
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    set(step.tensors.ids, i, ids[i]);
+    set(step.tensors.layer.positions, i, std::int32_t(i));
+  }
+  set(step.tensors.layer.kv_len, 0, std::int32_t(ids.size()));
+}
+
 /// The whole step, which has run, and the ranks' steps, which have not.
 struct Ranks {
   Ranks(const ModelConfig& m, std::int64_t ranks, const Format& format, std::int64_t batch, std::int64_t q_len,
@@ -259,6 +290,47 @@ TEST_CASE("The sum's order decides its bits: a rank with another order differs",
   wire.order = [](std::size_t rank, std::size_t place) { return (rank + place) % 4; };  // the own part first
   run_ranks(swapped.parts, wire);
   CHECK_FALSE(same_bits(*swapped.parts[1], *swapped.parts[0]));
+}
+
+const std::vector<std::int32_t> kPrompt{3, 1, 4, 1, 5, 9, 2};
+
+TEST_CASE("A rank of a process of its own makes a prompt's logits", "[.][prompt-rank]") {
+  std::vector<Tensor> rows;
+  require_done(prompt_logits(join_as_torchrun_says(), kPrompt, rows));
+}
+
+TEST_CASE("Processes sum float32 to the bits of one that sums the ranks' parts in their order", "[ranks]") {
+  for (const std::int64_t ranks : {2, 4}) {
+    const HeldPort port;
+    std::vector<std::unique_ptr<RankProcess>> others;
+    for (std::int64_t r = 1; r < ranks; ++r)
+      others.push_back(std::make_unique<RankProcess>("[prompt-rank]", r, ranks, port.port()));
+    const auto group = join_here(0, ranks, port.port());
+    require_ok(group.status());
+    std::vector<Tensor> rows;
+    require_ok(prompt_logits(*group, kPrompt, rows));
+    for (const auto& other : others) {
+      const int ended = other->wait();
+      INFO(other->last_line());
+      CHECK(ended == 0);
+    }
+    std::size_t next = 0;
+    for (const ModelConfig& m : divisible_models()) {
+      INFO(m.name << ", " << ranks << " ranks");
+      const auto tokens = std::int64_t(kPrompt.size());
+      const HostStep whole(m, 1, tokens, DType::f32, DType::f32, {});
+      std::vector<std::unique_ptr<HostStep>> parts;
+      for (std::int64_t r = 0; r < ranks; ++r) {
+        parts.push_back(step_of_rank(m, whole, r, ranks, 1, tokens, DType::f32));
+        make_prompt(*parts.back(), kPrompt);
+      }
+      run_ranks(parts);
+      const Tensor& row = rows.at(next++);
+      const AnyView<2> logits = parts[0]->tensors.logits;
+      CHECK(std::memcmp(row.data(), static_cast<const std::byte*>(logits.data) + (tokens - 1) * row.size_bytes(),
+                        std::size_t(row.size_bytes())) == 0);
+    }
+  }
 }
 
 TEST_CASE("A rank's part that cannot be cut out is refused by name", "[ranks]") {
