@@ -42,6 +42,10 @@ Result<RankEnvironment> rank_environment(const Variable& variable) {
   const int above = store && std::string_view(store) == "True" ? 1 : 0;
   CF_TRY_ASSIGN(const std::int64_t port, integer_of(variable, "MASTER_PORT", 1, last_port - above));
   e.port = int(port) + above;
+  if (const char* const local = variable("LOCAL_RANK"); local && *local) {
+    CF_TRY_ASSIGN(const std::int64_t local_rank, integer_of(variable, "LOCAL_RANK", 0, e.ranks - 1));
+    e.local_rank = int(local_rank);
+  }
   return e;
 }
 

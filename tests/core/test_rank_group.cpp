@@ -73,11 +73,16 @@ TEST_CASE("A rank is what torchrun's variables say", "[ranks]") {
   CHECK(e->ranks == 4);
   CHECK(e->host == "127.0.0.1");
   CHECK(e->port == 29500);
+  CHECK(e->local_rank == std::nullopt);
   Variables torchrun = kVariables;
   torchrun["TORCHELASTIC_USE_AGENT_STORE"] = "False";
   CHECK(environment_of(torchrun)->port == 29500);
   torchrun["TORCHELASTIC_USE_AGENT_STORE"] = "True";
   CHECK(environment_of(torchrun)->port == 29501);
+  torchrun["LOCAL_RANK"] = "";
+  CHECK(environment_of(torchrun)->local_rank == std::nullopt);
+  torchrun["LOCAL_RANK"] = "3";
+  CHECK(environment_of(torchrun)->local_rank == 3);
   torchrun["MASTER_PORT"] = "65535";
   CHECK(refusal_fault(environment_of(torchrun).status(), Code::invalid_argument,
                       {"MASTER_PORT: expected an integer of 1 to 65534, got '65535'"}) == "");
@@ -104,6 +109,9 @@ TEST_CASE("A variable that is missing or wrong is named, with what was expected 
   CHECK(fault("MASTER_ADDR", nullptr, {"MASTER_ADDR", "host", "got none"}) == "");
   CHECK(fault("MASTER_PORT", "0", {"MASTER_PORT: expected an integer of 1 to 65535, got '0'"}) == "");
   CHECK(fault("MASTER_PORT", "65536", {"MASTER_PORT"}) == "");
+  CHECK(fault("LOCAL_RANK", "4", {"LOCAL_RANK: expected an integer of 0 to 3, got '4'"}) == "");
+  CHECK(fault("LOCAL_RANK", "-1", {"LOCAL_RANK", "'-1'"}) == "");
+  CHECK(fault("LOCAL_RANK", "1,2", {"LOCAL_RANK", "'1,2'"}) == "");
 }
 
 TEST_CASE("Every rank is given the parts of all, in the order of the ranks", "[ranks]") {
