@@ -85,7 +85,9 @@ class OtherRanks {
     if (gpus == 1) return made;
     std::vector<int> devices;
     for (int d = 0; d < int(gpus); ++d) devices.push_back(d);
-    CF_TRY_ASSIGN(made.communicator_, cuda::Communicator::create(devices, {.part_bytes = part_bytes}));
+    CF_TRY_ASSIGN(made.communicator_,
+                  cuda::Communicator::create(devices, {.part_bytes = part_bytes,
+                                                       .area_bytes = cuda::PersistentKernel::rank_area_bytes(gpus)}));
     first.set_peers(made.communicator_->context(0).peers());
     for (int rank = 1; rank < int(gpus); ++rank) {
       const On on(rank);

@@ -45,11 +45,12 @@ Status enable_access(int device, int peer) {
   return from_cuda(enabled, "cudaDeviceEnablePeerAccess");
 }
 
-ExchangeLayout layout_of(int ranks, std::int64_t part_bytes) {
+ExchangeLayout layout_of(int ranks, std::int64_t part_bytes, std::int64_t area_bytes) {
   const std::int64_t lanes = (part_bytes + kLaneBytes - 1) / kLaneBytes;
   return {.ranks = ranks,
           .one_shot_lanes = std::min(lanes, one_shot_bytes(ranks) / kLaneBytes),
-          .slice_lanes = (lanes + ranks - 1) / ranks};
+          .slice_lanes = (lanes + ranks - 1) / ranks,
+          .area_bytes = area_bytes};
 }
 
 /// What a rank's report says; ok where it is 0.
@@ -77,6 +78,7 @@ struct Communicator::State {
   std::vector<std::function<Status()>> meetings;
   std::vector<DeviceMemory> memory;
   std::unique_ptr<std::uint64_t, FreePinned> reports;
+  std::atomic<std::int64_t> area_use{0};
 };
 
 Communicator::Communicator(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -92,7 +94,7 @@ Result<std::unique_ptr<Communicator>> Communicator::create(std::span<const int> 
   const KeepDevice keep;
   auto state = std::make_unique<State>();
   State& s = *state;
-  const ExchangeLayout layout = layout_of(ranks, o.part_bytes);
+  const ExchangeLayout layout = layout_of(ranks, o.part_bytes, o.area_bytes);
   for (int device : devices) {
     CF_TRY_ASSIGN(const Context context, Context::create(device));
     s.contexts.push_back(context);
@@ -104,10 +106,11 @@ Result<std::unique_ptr<Communicator>> Communicator::create(std::span<const int> 
                                              " with " + to_string(first));
   }
   void* reports = nullptr;
-  CF_TRY(from_cuda(cudaHostAlloc(&reports, std::size_t(ranks) * sizeof(std::uint64_t), cudaHostAllocPortable),
+  // A report of 8 bytes for each rank's exchanges, and one of 4 for its area.
+  CF_TRY(from_cuda(cudaHostAlloc(&reports, 2 * std::size_t(ranks) * sizeof(std::uint64_t), cudaHostAllocPortable),
                    "cudaHostAlloc"));
   s.reports.reset(static_cast<std::uint64_t*>(reports));
-  std::fill_n(s.reports.get(), ranks, 0);
+  std::fill_n(s.reports.get(), 2 * ranks, 0);
   const bool share = std::set<int>(devices.begin(), devices.end()).size() < devices.size();
   for (const Context& context : s.contexts) {
     for (int peer : devices)
@@ -125,7 +128,9 @@ Result<std::unique_ptr<Communicator>> Communicator::create(std::span<const int> 
                 .share_device = share,
                 .layout = layout,
                 .report = s.reports.get() + rank,
-                .patience_ns = std::uint64_t(o.patience_s * 1e9)};
+                .patience_ns = std::uint64_t(o.patience_s * 1e9),
+                .area_reports = reinterpret_cast<std::uint32_t*>(s.reports.get() + ranks),
+                .area_use = &s.area_use};
     for (int peer = 0; peer < ranks; ++peer) peers.memory[peer] = s.memory[std::size_t(peer)].data();
     s.peers.push_back(peers);
   }
@@ -133,8 +138,8 @@ Result<std::unique_ptr<Communicator>> Communicator::create(std::span<const int> 
   return std::unique_ptr<Communicator>(new Communicator(std::move(state)));
 }
 
-double Communicator::bytes(std::int64_t ranks, std::int64_t part_bytes) {
-  return double(layout_of(int(ranks), part_bytes).bytes());
+double Communicator::bytes(std::int64_t ranks, std::int64_t part_bytes, std::int64_t area_bytes) {
+  return double(layout_of(int(ranks), part_bytes, area_bytes).bytes());
 }
 void Communicator::set_meetings(const std::function<Status(int rank)>& meet) {
   State& s = *state_;

@@ -21,13 +21,14 @@ class Communicator {
   struct Options {
     std::int64_t part_bytes = 0;  // the most bytes of a rank's part in an exchange
     double patience_s = 10;       // how long a kernel waits for another rank
+    std::int64_t area_bytes = 0;  // for a kernel with exchanges of its own (ExchangeLayout)
   };
   /// The ranks run on these GPUs, rank 0 first. Gives each GPU access to the others' memory, and takes memory on each.
   /// Refuses fewer than two ranks or more than eight, and GPUs of different kinds or that cannot reach each other's
   /// memory (Code::unimplemented), by name. Code::out_of_memory says how much was needed and how much is free.
   static Result<std::unique_ptr<Communicator>> create(std::span<const int> devices, const Options& options);
   /// The bytes that create() takes on each GPU.
-  static double bytes(std::int64_t ranks, std::int64_t part_bytes);
+  static double bytes(std::int64_t ranks, std::int64_t part_bytes, std::int64_t area_bytes = 0);
   /// Waits for the devices.
   ~Communicator();
 

@@ -188,6 +188,7 @@ struct PersistentArguments {
   std::array<LayerKind, kMaxLayerKinds> kinds = {};                 // by LayerPointers::kind; kind 0 is dense
   std::array<SequenceEnd, kMaxPersistentBatch> sequence_ends = {};  // of a launch that chooses
   PersistentPages pages = {};
+  RankExchange ranks = {};  // of a kernel on ranks
 };
 
 }  // namespace cf::cuda

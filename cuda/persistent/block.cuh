@@ -88,6 +88,16 @@ struct Block {
            (c.withheld == dependency_code(layer, d) ? 0x8080u : 0u);
   }
 
+  /// Of a launch on ranks: the epoch of the residual stream's words that a layer reads; the one to store with, as
+  /// epoch() has it; and where the words that a layer makes lie.
+  __device__ RankNotice& rank_notice() const { return *at<RankNotice>(c.layout.notice + int(sizeof(BlockNotice))); }
+  __device__ unsigned rank_epoch(int layer) const { return rank_notice().epoch(layer); }
+  __device__ unsigned rank_epoch(int layer, Dependency d) const {
+    return rank_epoch(d == Dependency::hidden ? layer + 1 : layer) ^
+           (c.withheld == dependency_code(layer, d) ? 0x8080u : 0u);
+  }
+  __device__ int rank_place(Dependency d, int made_in) const { return rank_notice().place(d, made_in); }
+
   /// Ends sequence s, which is idle from then on: nothing is appended for it, and it attends to no key. Its row of the
   /// batch is NaN.
   __device__ void end_sequence(int s) const { at<int>(c.layout.lengths)[s] = kIdleLength; }
@@ -131,16 +141,22 @@ struct Block {
     if (c.delay_seed) [[unlikely]]
       delay(c.delay_seed + unsigned(step), thread(), threads);
   }
-  /// Polls until ready() is true, and stops the block where that takes too long.
-  template <class Ready>
-  __device__ void poll(int layer, Dependency d, Ready ready) const {
+  /// Where nobody is waited for but the blocks of this rank.
+  struct OwnRank {
+    __device__ constexpr int operator()(int = 0) const { return -1; }
+  };
+  /// Polls until ready() is true, and stops the block where that takes too long. The report then names the rank whose
+  /// number late() returns, if that is one.
+  template <class Ready, class Late = OwnRank>
+  __device__ void poll(int layer, Dependency d, Ready ready, Late late = {}) const {
     std::uint64_t start = 0;
     for (unsigned polls = 1; !ready(); ++polls) {
       if (polls % 256) continue;
       if (start == 0) start = time_ns();
       // A dependency that comes later in a layer has a longer limit, so that the report names the first one missing.
       const std::uint64_t limit_ns = c.wait_limit_ns + unsigned(d) * c.wait_limit_ns / 4;
-      if (waited_too_long(c.exchange.grid_state, c.report, start + limit_ns, dependency_code(layer, d))) {
+      if (waited_too_long(c.exchange.grid_state, c.report, start + limit_ns,
+                          report_code(dependency_code(layer, d), late()))) {
         stopped() = 1;
         return;
       }
@@ -207,11 +223,11 @@ struct ActBuffer {
 
 /// Loads a thread's pieces 0 to AtOnce - 1. load(u) issues the loads of piece u; here(u) is true where the piece is
 /// complete or is not this thread's. Loads of all missing pieces are in flight together, and repeated until none is
-/// missing. False where that took too long.
-template <int AtOnce, class Load, class Here>
-__device__ bool await_pieces(const Block& block, int layer, Dependency d, Load load, Here here) {
+/// missing. False where that took too long: late(u) is the rank that has not made piece u.
+template <int AtOnce, class Load, class Here, class Late = Block::OwnRank>
+__device__ bool await_pieces(const Block& block, int layer, Dependency d, Load load, Here here, Late late = {}) {
   unsigned missing = (1u << AtOnce) - 1;
-  block.poll(layer, d, [&] {
+  const auto ready = [&] {
 #pragma unroll
     for (int u = 0; u < AtOnce; ++u)
       if (missing >> u & 1) load(u);
@@ -219,7 +235,8 @@ __device__ bool await_pieces(const Block& block, int layer, Dependency d, Load l
     for (int u = 0; u < AtOnce; ++u)
       if (missing >> u & 1 && here(u)) missing &= ~(1u << u);
     return missing == 0;
-  });
+  };
+  block.poll(layer, d, ready, [&] { return late(__ffs(int(missing)) - 1); });
   return missing == 0;
 }
 

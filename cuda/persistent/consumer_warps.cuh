@@ -17,7 +17,8 @@ struct Addends {
   __device__ float up_bias() const { return residual; }
 };
 
-template <class T, Products Kind, bool Grouped>
+/// OnRanks: the residual stream is the sum of what several ranks make (RankExchange).
+template <class T, Products Kind, bool Grouped, bool OnRanks>
 class ConsumerWarps {
   static constexpr bool Tiles = is_tiled(Kind), Packed = is_packed(Kind);
   using Code = PhaseCode<Kind>;
@@ -55,6 +56,32 @@ class ConsumerWarps {
         if (!multiply(phase, work)) return false;
       }
       if (phase.is_last) return true;
+    }
+  }
+
+  /// Behind a launch's last layer: stores the block's part of the output, which the ranks have made parts of.
+  __device__ void store_sums() const {
+    const long count = long(c.dims.batch) * c.dims.hidden;
+    const int last = c.end_layer - 1, place = block.rank_place(Dependency::hidden, last);
+    const unsigned epoch = block.rank_epoch(c.end_layer);
+#pragma unroll 1
+    for (long at = blockIdx.x * long(kConsumerThreads) + thread_index(); at < count;
+         at += c.plan.grid * long(kConsumerThreads)) {
+      float sum = 0;
+#pragma unroll 1
+      for (int rank = 0; rank < c.ranks.ranks; ++rank) {
+        FloatWord part;
+        block.poll(
+            last, Dependency::hidden,
+            [&] {
+              part = load_part(c.ranks, place, rank, at);
+              return part.epoch == epoch;
+            },
+            [&] { return rank; });
+        sum += part.value;
+      }
+      if (block.stopped()) return;
+      static_cast<T*>(c.output)[at] = from_float<T>(sum);
     }
   }
 
@@ -164,6 +191,8 @@ class ConsumerWarps {
       if (!has_token) {
       } else if (first == 0 && reads_input()) {
         load_row(rows, hidden, input_row(token), row);
+      } else if constexpr (OnRanks) {
+        await_sum(block, rows, at, layer, first == 0 ? Dependency::hidden : Dependency::attn_residual, row);
       } else {
         await_row(block, rows, (first == 0 ? c.exchange.norm_hidden : c.exchange.norm_attn_residual) + at,
                   first == 0 && layer == c.first_layer, layer,
@@ -397,19 +426,43 @@ class ConsumerWarps {
       a.residual = to_float(T{__ldg(reinterpret_cast<const unsigned short*>(bias) + matrix_row + 1)});
     if (phase.adds == Residuals::input)
       a.residual = reads_input() ? to_float(input_row(token)[matrix_row]) : hidden_of(at);
-    if (Code::attn_residual && phase.adds == Residuals::attn_residual)
-      a.residual = __ldcg(c.exchange.attn_residual + at);
+    if (Code::attn_residual && phase.adds == Residuals::attn_residual) {
+      if constexpr (OnRanks)
+        a.residual = sum_of(Dependency::attn_residual, layer, at);
+      else
+        a.residual = __ldcg(c.exchange.attn_residual + at);
+    }
     return a;
   }
   /// An element of the layer's input, in float32. The block has seen the element's NormWord, which its thread stored
   /// after the FloatWord that this function reads. Stores may become visible in any order, so the FloatWord is read
   /// until it has the layer's epoch. What an earlier launch stored is complete.
   __device__ float hidden_of(long at) const {
+    if constexpr (OnRanks) return sum_of(Dependency::hidden, layer - 1, at);
     const bool complete = layer == c.first_layer, is_second = at % 2;
     FloatWord two[2];
     do load_words(c.exchange.hidden[layer % 2] + (at - is_second), two);
     while (!complete && (is_second ? two[1].epoch : two[0].epoch) != block.epoch(layer));
     return is_second ? two[1].value : two[0].value;
+  }
+  /// The same of what the ranks have made parts of in layer `made_in`.
+  __device__ float sum_of(Dependency d, int made_in, long at) const {
+    const RankExchange& x = c.ranks;
+    const int place = block.rank_place(d, made_in);
+    const unsigned epoch = block.rank_epoch(layer);
+    float sum = 0;
+#pragma unroll 1
+    for (int rank = 0; rank < x.ranks; rank += 2) {
+      const bool is_pair = rank + 1 < x.ranks;
+      FloatWord first, second;
+      do {
+        first = load_part(x, place, rank, at);
+        second = load_part(x, place, rank + is_pair, at);
+      } while (first.epoch != epoch || second.epoch != epoch);
+      sum += first.value;
+      if (is_pair) sum += second.value;
+    }
+    return sum;
   }
   /// Publishes v, a token's element, which becomes element `column` of what the phase makes. `row` counts the phase's
   /// rows.
@@ -438,13 +491,21 @@ class ConsumerWarps {
         break;
       case Dependency::hidden: {
         if (Code::kept_rows && phase.adds_kept) v += *residual;
-        const unsigned epoch = block.epoch(layer, Dependency::hidden);
-        publish_hidden(c.exchange, layer + 1, at, v, epoch);
-        if (layer + 1 == c.end_layer) static_cast<T*>(c.output)[at] = from_float<T>(v);
+        if constexpr (OnRanks) {
+          publish_part(c.ranks, block.rank_place(Dependency::hidden, layer), at, v,
+                       block.rank_epoch(layer, Dependency::hidden));
+        } else {
+          const unsigned epoch = block.epoch(layer, Dependency::hidden);
+          publish_hidden(c.exchange, layer + 1, at, v, epoch);
+          if (layer + 1 == c.end_layer) static_cast<T*>(c.output)[at] = from_float<T>(v);
+        }
         break;
       }
       case Dependency::attn_residual:
-        if constexpr (Code::attn_residual)
+        if constexpr (Code::attn_residual && OnRanks)
+          publish_part(c.ranks, block.rank_place(Dependency::attn_residual, layer), at, v,
+                       block.rank_epoch(layer, Dependency::attn_residual));
+        else if constexpr (Code::attn_residual)
           publish_attn_residual(c.exchange, at, v, block.epoch(layer, Dependency::attn_residual));
         break;
       default:

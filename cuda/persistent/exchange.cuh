@@ -1,5 +1,6 @@
 #pragma once
 // How blocks store words for each other, and load them (exchange.hpp).
+#include "cuda/device/peer.cuh"
 #include "cuda/device/sync.cuh"
 #include "cuda/persistent/exchange.hpp"
 
@@ -52,6 +53,23 @@ __device__ inline void publish_hidden(const Exchange& x, int layer, long at, flo
 __device__ inline void publish_attn_residual(const Exchange& x, long at, float value, unsigned epoch) {
   __stcg(x.attn_residual + at, value);
   store_relaxed(x.norm_attn_residual + at, norm_word(value, epoch));
+}
+
+/// Publishes this rank's part of an element of the residual stream to all ranks: to itself last, the others are further
+/// away.
+__device__ inline void publish_part(const RankExchange& x, int place, long at, float value, unsigned epoch) {
+  const std::uint64_t word = word_bits(value, epoch);
+  const NormWord rounded = norm_word(value, epoch);
+#pragma unroll 1
+  for (int turn = 1, to = x.rank; turn <= x.ranks; ++turn) {
+    to = to + 1 == x.ranks ? 0 : to + 1;
+    store_to_peer(x.norms(to, place, x.rank) + at, rounded);
+    store_to_peer(reinterpret_cast<std::uint64_t*>(x.floats(to, place, x.rank) + at), word);
+  }
+}
+/// A rank's part of an element, with its epoch.
+__device__ inline FloatWord load_part(const RankExchange& x, int place, int from, long at) {
+  return float_word(load_of_peer(reinterpret_cast<const std::uint64_t*>(x.floats(x.rank, place, from) + at)));
 }
 
 }  // namespace cf::cuda

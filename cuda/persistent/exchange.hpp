@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "core/host_device.hpp"
+#include "cuda/comm/peers.hpp"
 #include "cuda/persistent/plan.hpp"
 
 namespace cf::cuda {
@@ -31,6 +32,10 @@ inline constexpr int kDependencies = 6;
 
 /// A dependency of a layer as one number above 0.
 CF_HD constexpr int dependency_code(int layer, Dependency d) { return layer * kDependencies + int(d) + 1; }
+/// The same with the rank that has not made it; -1 for none.
+CF_HD constexpr int report_code(int dependency_code, int late_rank) { return dependency_code | (late_rank + 1) << 16; }
+constexpr int late_rank_of(unsigned report) { return int(report >> 16) - 1; }
+constexpr int code_of(unsigned report) { return int(report & 0xffff); }
 constexpr int layer_of_code(int code) { return (code - 1) / kDependencies; }
 constexpr Dependency dependency_of_code(int code) { return Dependency((code - 1) % kDependencies); }
 
@@ -96,16 +101,19 @@ struct ExchangeSizes {
   std::int64_t grid, splits, partial_floats;
   bool tiled;  // several tokens come to a block by the copy engine
   bool has_head;
+  bool of_ranks = false;  // the residual stream's words are those of RankExchange
 };
 
 /// Calls f(pointer, count, spec) for each array of words of an exchange.
 template <class F>
 constexpr void for_each_words(Exchange& x, const ExchangeSizes& s, F f) {
   const std::int64_t residual = s.batch * s.hidden, heads = s.batch * s.heads;
-  for (FloatWord*& of_layer : x.hidden) f(of_layer, residual, WordSpec{Dependency::hidden, 32, Readers::writer});
-  f(x.attn_residual, residual, WordSpec{Dependency::attn_residual, 0, Readers::writer});
-  f(x.norm_hidden, residual, WordSpec{Dependency::hidden, 8, Readers::all});
-  f(x.norm_attn_residual, residual, WordSpec{Dependency::attn_residual, 8, Readers::all});
+  if (!s.of_ranks) {
+    for (FloatWord*& of_layer : x.hidden) f(of_layer, residual, WordSpec{Dependency::hidden, 32, Readers::writer});
+    f(x.attn_residual, residual, WordSpec{Dependency::attn_residual, 0, Readers::writer});
+    f(x.norm_hidden, residual, WordSpec{Dependency::hidden, 8, Readers::all});
+    f(x.norm_attn_residual, residual, WordSpec{Dependency::attn_residual, 8, Readers::all});
+  }
   f(x.qkv, s.batch * s.qkv_rows, WordSpec{Dependency::qkv, 16, Readers::gqa_tile});
   f(x.context, heads * s.head_dim, WordSpec{Dependency::context, s.tiled ? 0 : 16, Readers::all});
   f(x.mlp_act, s.batch * s.intermediate, WordSpec{Dependency::mlp_act, s.tiled ? 0 : 16, Readers::all});
@@ -127,5 +135,61 @@ inline std::size_t allocate_words(Exchange& x, const ExchangeSizes& sizes, std::
   allocate(x.grid_state, 1);
   return end;
 }
+
+/// What the kernels of one rank keep in the rank's area. `grid` takes the place of Exchange::grid_state: there the other
+/// ranks can stop it. Its `launches` are those of all kernels of the rank, and as many on every rank.
+struct RankState {
+  GridState grid;
+  unsigned exchanges;  // layers that these launches have run
+};
+
+/// A launch on ranks has as many epochs whatever its kernel's layers: kernels of one group share their words.
+inline constexpr int kRankEpochs = kMaxPersistentLayers + 1;
+/// A layer's words are in the place of those of two layers before, which are at most two launches old.
+static_assert(3 * kRankEpochs < 256);
+
+/// How a launch finds the words of RankExchange. All threads of a block are told.
+struct RankNotice {
+  unsigned first_epoch;   // of layer 0
+  unsigned first_number;  // of the exchange in layer 0, counted over all launches
+
+  static CF_HD constexpr RankNotice begin(const RankState& s, int first_layer) {
+    return {s.grid.launches * kRankEpochs + 1, s.exchanges - unsigned(first_layer)};
+  }
+  /// The epoch of the words that a layer reads: what it makes for the next layer has the next one.
+  CF_HD constexpr unsigned epoch(int layer) const { return first_epoch + unsigned(layer); }
+  /// Where the words lie that a layer makes.
+  CF_HD constexpr int place(Dependency d, int made_in) const {
+    return int((first_number + unsigned(made_in)) & 1) + (d == Dependency::attn_residual ? 2 : 0);
+  }
+};
+
+/// The words that ranks make for each other: parts of the residual stream, which is their sum. A rank stores the words of
+/// its rows into every rank's area (Peers), and whoever reads the residual stream sums the words in the order of the
+/// ranks: all ranks have the same bits.
+///
+/// Words lie in one of two places in turn, layer after layer and launch after launch. A rank that stores the words of a
+/// layer has seen all words of the layer before from every rank; and a block stores any of these after all of its warps
+/// have read those of the layer before that, which lie in the same place.
+struct RankExchange {
+  int rank = 0, ranks = 1;
+  std::byte* areas[kMostRanks] = {};  // by rank, at this rank's addresses
+  unsigned* launches = nullptr;       // of this kernel: the words that stay on the rank count these
+
+  static constexpr std::int64_t kStateBytes = 256, kPart = std::int64_t(kMaxPersistentBatch) * kMaxPersistentHidden;
+  static constexpr int kPlaces = 4;  // RankNotice::place(): two of `hidden`, two of attn_residual
+  static constexpr std::int64_t bytes(std::int64_t of_ranks) {
+    return kStateBytes + kPlaces * of_ranks * kPart * std::int64_t(sizeof(FloatWord) + sizeof(NormWord));
+  }
+  CF_HD RankState* state(int of) const { return reinterpret_cast<RankState*>(areas[of]); }
+  /// What rank `from` has stored in rank `of`'s area: (batch, hidden).
+  CF_HD FloatWord* floats(int of, int place, int from) const {
+    return reinterpret_cast<FloatWord*>(areas[of] + kStateBytes) + (place * ranks + from) * kPart;
+  }
+  CF_HD NormWord* norms(int of, int place, int from) const {
+    return reinterpret_cast<NormWord*>(floats(of, kPlaces, 0)) + (place * ranks + from) * kPart;
+  }
+};
+static_assert(sizeof(RankState) <= RankExchange::kStateBytes);
 
 }  // namespace cf::cuda

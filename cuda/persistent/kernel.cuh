@@ -73,6 +73,10 @@
 // Every block reads all that the others make, while weights stream in. Fewer bytes to read make a shorter wait: for
 // this reason the norms read rounded elements. Loads that poll in vain make waits longer, too.
 //
+// On ranks (RankExchange) the hidden state, and attn_residual, are sums of what the ranks make. Others wait for 4 bytes an
+// element of each rank, on every rank, and sum them. Products that add to the residual stream, of one rank alone, read 8
+// bytes an element of each rank. A launch ends with the sum of its last layer, which every rank stores whole.
+//
 // Four rules hold the kernel together.
 // - The producer warp never waits for activations: the order of its stages is known at the launch.
 // - What a block makes for another carries its epoch in the same access, or is announced by a word behind a fence.
@@ -100,7 +104,7 @@ namespace cf::cuda {
 
 /// Makes the block's shared memory ready: barriers, notice, the first layer's pointers, each sequence's length and cos
 /// and sin. All threads call.
-template <bool Together>
+template <bool Together, bool OnRanks>
 __device__ void begin_block(const Block& block, const Ring& ring, const PersistentArguments& c) {
   const int thread = int(threadIdx.x);
   if (thread < kMaxRingStages) {
@@ -115,7 +119,9 @@ __device__ void begin_block(const Block& block, const Ring& ring, const Persiste
                       .tokens_begun = 0,
                       .asked_to_end = 0,
                       .asked_all_to_end = 0,
-                      .first_epoch = c.exchange.first_epoch(c.exchange.grid_state->launches, c.continues)};
+                      .first_epoch = c.exchange.first_epoch(
+                          OnRanks ? *c.ranks.launches : c.exchange.grid_state->launches, c.continues)};
+    if constexpr (OnRanks) block.rank_notice() = RankNotice::begin(*c.ranks.state(c.ranks.rank), c.first_layer);
   }
   if (thread == 0) block.pointers(c.first_layer) = c.first_pointers;
   store_angles(block, thread, kBlockThreads, [&](int sequence) { return c.positions[sequence]; });
@@ -134,31 +140,44 @@ __device__ void begin_block(const Block& block, const Ring& ring, const Persiste
   __syncthreads();
 }
 
-/// Leaves the kernel. The last block to leave makes the grid's state ready for the next launch.
-__device__ inline void end_block(const PersistentArguments& c) {
+/// Leaves the kernel. The last block to leave makes the grid's state ready for the next launch. Where the grid has
+/// stopped, the other ranks' must stop too: they wait for what this one has not made.
+template <bool OnRanks>
+__device__ void end_block(const PersistentArguments& c) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   GridState* const grid = c.exchange.grid_state;
   if (fetch_add(&grid->blocks_left, 1) != unsigned(c.plan.grid) - 1) return;
+  if constexpr (OnRanks) {
+    if (load_acquire(&grid->stopped))
+#pragma unroll 1
+      for (int to = 0; to < c.ranks.ranks; ++to)
+        if (to != c.ranks.rank) store_to_peer(&c.ranks.state(to)->grid.stopped, 1u);
+    c.ranks.state(c.ranks.rank)->exchanges += unsigned(c.end_layer - c.first_layer);
+    ++*c.ranks.launches;
+  }
   grid->blocks_left = grid->stopped = 0;
   grid->launches += unsigned(max(c.token.count, 1));
 }
 
 /// T: the dtype of weights and activations. Grouped: whether a GQA tile has several heads.
-/// BlocksPerSm: blocks that an SM must have registers for; the plan has one, tests ask for two.
-template <class T, Products Kind, bool Grouped, int BlocksPerSm>
+/// BlocksPerSm: blocks that an SM must have registers for; the plan has one, tests ask for two. OnRanks: the model is
+/// shared with other ranks.
+template <class T, Products Kind, bool Grouped, int BlocksPerSm, bool OnRanks>
 __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
     persistent_kernel(const __grid_constant__ PersistentArguments c) {
   const Ring ring(c);
   const Block block = Block::consumers(c);
-  begin_block<is_tiled(Kind) || is_packed(Kind)>(block, ring, c);
+  begin_block<is_tiled(Kind) || is_packed(Kind), OnRanks>(block, ring, c);
   if (threadIdx.x < kConsumerThreads) {
-    ConsumerWarps<T, Kind, Grouped> consumer_warps(c);
+    ConsumerWarps<T, Kind, Grouped, OnRanks> consumer_warps(c);
     bool go = true;
     do
 #pragma unroll 1
       for (int layer = c.first_layer; go && layer < c.end_layer; ++layer) go = consumer_warps.run(layer);
     while (go && consumer_warps.next_token());
+    if constexpr (OnRanks)
+      if (go) consumer_warps.store_sums();
     if (threadIdx.x % 32 == 0) atomicSub(&block.notice().consumer_warps, 1);
   } else if (threadIdx.x < kConsumerThreads + kAuxiliaryThreads) {
     AuxiliaryWarps<T, Kind, Grouped> auxiliary_warps(c);
@@ -171,20 +190,21 @@ __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
   } else {
     stream_layers<Kind>(block, ring, c);
   }
-  end_block(c);
+  end_block<OnRanks>(c);
 }
 
 /// The instantiation for a plan's products, which are packed or not.
-template <class T, bool Packed, bool Grouped, int BlocksPerSm>
+template <class T, bool Packed, bool Grouped, int BlocksPerSm, bool OnRanks = false>
 const void* find_persistent_kernel(Products products) {
   const auto of = []<Products Kind>(std::integral_constant<Products, Kind>) {
-    return reinterpret_cast<const void*>(persistent_kernel<T, Kind, Grouped, BlocksPerSm>);
+    return reinterpret_cast<const void*>(persistent_kernel<T, Kind, Grouped, BlocksPerSm, OnRanks>);
   };
   if constexpr (Packed) {
     if (products == Products::packed) return of(std::integral_constant<Products, Products::packed>());
     return of(std::integral_constant<Products, Products::packed_tiles>());
   } else {
-    if (products == Products::rows) return of(std::integral_constant<Products, Products::rows>());
+    if constexpr (!(OnRanks && Grouped))  // registers of this one spill, and no plan asks for it
+      if (products == Products::rows) return of(std::integral_constant<Products, Products::rows>());
     if (products == Products::sequential_rows) return of(std::integral_constant<Products, Products::sequential_rows>());
     return of(std::integral_constant<Products, Products::tiles>());
   }

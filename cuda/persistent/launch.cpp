@@ -13,6 +13,12 @@ const void* persistent_kernels(const PersistentPlan& plan, DType dtype) {
                             : of_dtype(persistent_kernels_f16, persistent_kernels_bf16);
 }
 
+const void* rank_kernels(const PersistentPlan& plan, DType dtype) {
+  const auto of_dtype = [&](auto* f16, auto* bf16) { return (dtype == DType::f16 ? f16 : bf16)(plan.products); };
+  return plan.gqa_heads > 1 ? of_dtype(grouped_rank_kernels_f16, grouped_rank_kernels_bf16)
+                            : of_dtype(rank_kernels_f16, rank_kernels_bf16);
+}
+
 Status prepare_persistent(const void* kernel, const PersistentPlan& plan, int device) {
   CF_TRY(allow_shared_memory(kPersistentName, kernel, std::size_t(plan.smem_bytes)));
   int sm_count = 0, blocks_per_sm = 0;

@@ -19,6 +19,13 @@ const void* grouped_kernels_bf16(Products products);
 const void* packed_kernels_f16(Products products);
 const void* packed_kernels_bf16(Products products);
 
+/// The same of a model that ranks share, whose weights are dense.
+const void* rank_kernels(const PersistentPlan& plan, DType dtype);
+const void* rank_kernels_f16(Products products);
+const void* rank_kernels_bf16(Products products);
+const void* grouped_rank_kernels_f16(Products products);
+const void* grouped_rank_kernels_bf16(Products products);
+
 /// Lets the kernel have the plan's shared memory. Comes before the kernel's first launch. Refuses a plan of more blocks
 /// than the device holds at once.
 Status prepare_persistent(const void* kernel, const PersistentPlan& plan, int device);

@@ -3,6 +3,7 @@
 #include "core/host_device.hpp"
 #include "cuda/ops/linear/pack/format.hpp"
 #include "cuda/persistent/deal.hpp"
+#include "cuda/persistent/exchange.hpp"
 #include "cuda/persistent/plan.hpp"
 #include "cuda/persistent/signals.hpp"
 
@@ -181,7 +182,7 @@ constexpr DigitOffsets digit_offsets(const PersistentDims& d, const PersistentPl
   return {attn, mlp, row, mlp + d.batch * row};
 }
 
-constexpr PersistentLayout persistent_layout(const PersistentDims& d, const PersistentPlan& p) {
+constexpr PersistentLayout persistent_layout(const PersistentDims& d, const PersistentPlan& p, bool of_ranks = false) {
   PersistentLayout l{};
   int end = 0;
   const auto allocate = [&](int bytes, int alignment = 128) {
@@ -199,7 +200,7 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
 
   // Small parts lie close together: wasted bytes could cost the ring a stage.
   l.barriers = allocate((2 * kMaxRingStages + kSignals) * 8);
-  l.notice = allocate(int(sizeof(BlockNotice)), 8);
+  l.notice = allocate(int(sizeof(BlockNotice) + (of_ranks ? sizeof(RankNotice) : 0)), 8);  // one behind the other
   l.layer_pointers = allocate(2 * int(sizeof(LayerPointers)), 16);
   for (int* words : {&l.lengths, &l.positions, &l.newest_pages, &l.ids}) *words = allocate(d.batch * 4, 4);
   l.best = allocate(d.batch * 8, 8);

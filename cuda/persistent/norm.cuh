@@ -1,5 +1,6 @@
 #pragma once
 // The layer's two norms, LayerNorms or RMSNorms, which every block computes for itself.
+#include "cuda/device/compiled_for.hpp"
 #include "cuda/device/norm.cuh"
 #include "cuda/persistent/block.cuh"
 #include "cuda/persistent/packed.cuh"
@@ -194,6 +195,59 @@ __device__ void await_row(const Block& block, const RowWarps& of, const NormWord
           x[0] = norm_value(w.x), x[1] = norm_value(w.y), x[2] = norm_value(w.z), x[3] = norm_value(w.w);
         }
   }
+}
+/// The same of a row of which every rank makes a part: their sum, in the order of the ranks. `at` is the row's first
+/// element.
+template <int Pieces>
+__device__ void await_sum(const Block& block, const RowWarps& of, long at, int layer, Dependency d,
+                          RowPieces<Pieces>& row) {
+  const RankExchange& x = block.c.ranks;
+  const unsigned epoch = block.rank_epoch(layer);
+  const int made_in = d == Dependency::hidden ? layer - 1 : layer, place = block.rank_place(d, made_in),
+            hidden = block.c.dims.hidden, lane = of.thread() % 32;
+  // Of long rows one lane of each warp polls the warp's first elements of each rank's.
+  if (hidden * x.ranks > kUnsampledHidden && lane < x.ranks)
+    block.poll(
+        made_in, d,
+        [&] {
+          const int sample = min((of.thread() - lane) * kVec, hidden - kVec);
+          return have_norm_epoch(load_quad_of_peer(x.norms(x.rank, place, lane) + at + sample), epoch);
+        },
+        [&] { return lane; });
+  __syncwarp();
+  // Pieces whose loads are in flight together, as many as registers hold: those of two ranks where that is not too much.
+  constexpr int at_once = Pieces > kMaxNormPieces ? 3 : 2,
+                ranks_at_once = Pieces > kMaxNormPieces || kCompiledFor == 120 ? 1 : 2;
+#pragma unroll
+  for (int begin = 0; begin < Pieces; begin += at_once)
+#pragma unroll 1
+    for (int first = 0; first < x.ranks; first += ranks_at_once) {
+      uint4 words[at_once * ranks_at_once][2] = {};
+      const auto rank = [&](int u) { return first + u % ranks_at_once; };
+      const auto column = [&](int u) { return ((begin + u / ranks_at_once) * of.threads() + of.thread()) * kVec; };
+      const auto in_row = [&](int u) {
+        return begin + u / ranks_at_once < Pieces && column(u) < hidden && rank(u) < x.ranks;
+      };
+      const auto load = [&](int u) {
+        if (!in_row(u)) return;
+        const NormWord* const from = x.norms(x.rank, place, rank(u)) + at + column(u);
+        words[u][0] = load_quad_of_peer(from);
+        words[u][1] = load_quad_of_peer(from + 4);
+      };
+      const auto here = [&](int u) {
+        return !in_row(u) || (have_norm_epoch(words[u][0], epoch) && have_norm_epoch(words[u][1], epoch));
+      };
+      await_pieces<at_once * ranks_at_once>(block, made_in, d, load, here, rank);
+#pragma unroll
+      for (int u = 0; u < at_once * ranks_at_once; ++u)
+        if (begin + u / ranks_at_once < Pieces)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const uint4& w = words[u][half];
+            float* const sum = row.x[begin + u / ranks_at_once] + 4 * half;
+            sum[0] += norm_value(w.x), sum[1] += norm_value(w.y), sum[2] += norm_value(w.z), sum[3] += norm_value(w.w);
+          }
+    }
 }
 /// Loads a row of a launch's input.
 template <class T, int Pieces>

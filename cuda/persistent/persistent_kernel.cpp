@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/contract.hpp"
+#include "cuda/comm/peers.hpp"
 #include "cuda/ops/any_cache.hpp"
 #include "cuda/ops/linear/pack/pack.hpp"
 #include "cuda/persistent/arguments.hpp"
@@ -136,17 +137,19 @@ class ViewCheck {
   const ModelNames& names_;
 };
 
-WeightPointers weight_pointers(const LayerWeights& w) {
+/// `adds_residual`: the rank adds the biases of summed products.
+WeightPointers weight_pointers(const LayerWeights& w, bool adds_residual) {
   const auto bytes = [](const auto& view) { return reinterpret_cast<const char*>(view.data); };
   const auto matrix = [&](const LinearParams& l) {
     if (const auto* packed = std::get_if<PackedWeight>(&l.weight)) return bytes(packed->data);
     return bytes(std::get<DenseWeight>(l.weight).weight);
   };
+  const auto summed_bias = [&](const LinearParams& l) { return adds_residual ? bytes(l.bias) : nullptr; };
   return {.gamma = {bytes(w.input_layernorm.gamma), bytes(w.post_attention_layernorm.gamma)},
           .beta = {bytes(w.input_layernorm.beta), bytes(w.post_attention_layernorm.beta)},
           .head_gamma = {bytes(w.q_norm.gamma), bytes(w.k_norm.gamma)},
-          .bias = {bytes(w.query_key_value.bias), bytes(w.dense_h_to_4h.bias), bytes(w.dense.bias),
-                   bytes(w.dense_4h_to_h.bias)},
+          .bias = {bytes(w.query_key_value.bias), bytes(w.dense_h_to_4h.bias), summed_bias(w.dense),
+                   summed_bias(w.dense_4h_to_h)},
           .matrix = {matrix(w.query_key_value), matrix(w.dense_h_to_4h), matrix(w.dense), matrix(w.dense_4h_to_h)}};
 }
 /// The number of columns of codes that each input has: 1 with 4 bits, 2 with 8 bits.
@@ -219,7 +222,8 @@ PhaseTraits phase_traits(const PersistentModel& m, const PersistentPlan& p) {
   return {.parallel_residual = m.use_parallel_residual,
           .tiled = is_tiled(p.products),
           .act_in_registers = p.act_in_registers,
-          .head_norm = m.head_norm};
+          .head_norm = m.head_norm,
+          .adds_residual = m.adds_residual};
 }
 
 /// The head as a layer.
@@ -242,9 +246,34 @@ CachePointers cache_pointers(const LayerCache& cache) {
   return {.k = static_cast<char*>(cache.k.data), .v = static_cast<char*>(cache.v.data)};
 }
 
+/// What a rank's kernel knows of the others; null where it is no rank's. Refuses ranks that cannot share a kernel.
+Result<const Peers*> peers_of(const Context& context, const PersistentModel& m, const PersistentDims& d,
+                              const PersistentOptions& options) {
+  if (m.ranks == 1) return static_cast<const Peers*>(nullptr);
+  const Peers* const peers = context.peers();
+  if (!peers || peers->layout.ranks != m.ranks)
+    return bad("expected the context of one of " + std::to_string(m.ranks) + " ranks, got one of " +
+               std::to_string(peers ? peers->layout.ranks : 1));
+  if (options.ends) return refuse("layers alone on several GPUs, got a whole model");
+  if (const std::int64_t needed = RankExchange::bytes(m.ranks); peers->layout.area_bytes < needed)
+    return refuse("an area of " + std::to_string(needed) + " B that all ranks reach, got one of " +
+                  std::to_string(peers->layout.area_bytes) + " B");
+  // The epochs of words that not every launch writes would be too old to be told apart.
+  const std::int64_t use = std::int64_t(d.batch) * d.hidden * 2 + (m.use_parallel_residual ? 0 : 1);
+  std::int64_t first = 0;
+  if (!peers->area_use->compare_exchange_strong(first, use) && first != use)
+    return refuse("steps of one kind on ranks that share an area, got another batch, hidden_size or residual");
+  return peers;
+}
+RankExchange rank_exchange(const Peers& peers, unsigned* launches) {
+  RankExchange x{.rank = peers.rank, .ranks = peers.layout.ranks, .launches = launches};
+  for (int rank = 0; rank < x.ranks; ++rank) x.areas[rank] = peers.memory[rank] + peers.layout.area();
+  return x;
+}
+
 /// The scratch memory: the exchange, then the zeros that are RMSNorm's beta. Gives `a` its pointers to both and returns
 /// the bytes that this takes. Without memory it only counts them.
-std::size_t allocate_scratch(std::byte* memory, PersistentArguments& a) {
+std::size_t allocate_scratch(std::byte* memory, PersistentArguments& a, bool of_ranks) {
   const PersistentDims& d = a.dims;
   const std::size_t words = allocate_words(a.exchange,
                                            {.batch = d.batch,
@@ -257,7 +286,8 @@ std::size_t allocate_scratch(std::byte* memory, PersistentArguments& a) {
                                             .splits = a.plan.attention_splits,
                                             .partial_floats = partial_floats(d.head_dim),
                                             .tiled = is_tiled(a.plan.products),
-                                            .has_head = a.head_layer >= 0},
+                                            .has_head = a.head_layer >= 0,
+                                            .of_ranks = of_ranks},
                                            memory);
   if (!a.rms_norm) return words;
   a.no_beta = memory ? reinterpret_cast<std::uint16_t*>(memory + words) : nullptr;
@@ -302,6 +332,7 @@ struct PersistentKernel::State {
   DeviceMemory table;                   // holds `pointers`
   std::int64_t first_model_layer = 0;
   const void* kernel = nullptr;
+  const Peers* peers = nullptr;  // of a rank
   std::uint64_t launched_wait_limit_ns = 0;
   std::unique_ptr<Shared, FreeHost> shared;
   unsigned next_serial = 1, token_launches = 0;
@@ -334,9 +365,13 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
     return refuse("pages of a multiple of " + std::to_string(kPageUnit) + " entries up to " +
                   std::to_string(kMostPageEntries) + ", got " + std::to_string(entries));
   const PersistentChoices choices = for_capacity(context.arch(), options.choices, batch, capacity);
-  CF_TRY_ASSIGN(const PersistentPlan plan, plan_persistent(context.arch(), model, batch, choices));
-
   const PersistentDims dims = persistent_dims(model, batch);
+  CF_TRY_ASSIGN(const Peers* const peers, peers_of(context, model, dims, options));
+  Arch arch = context.arch();
+  // Ranks of one GPU are all resident.
+  if (peers && peers->share_device) arch.sm_count /= peers->layout.ranks;
+  CF_TRY_ASSIGN(const PersistentPlan plan, plan_persistent(arch, model, batch, choices));
+  const PersistentLayout layout = persistent_layout(dims, plan, model.ranks > 1);
   const ViewCheck check(context, model, dims);
   CF_TRY(check.sequences(sequences));
   CF_TRY(check.rope(rope));
@@ -349,7 +384,8 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
     CF_TRY(check.layer(number, layers[l].weights));
     CF_TRY_ASSIGN(const LayerKind kind, layer_kind(dims, plan, names_of(model.family), layers[l].weights));
     CF_TRY_ASSIGN(const std::int64_t of_kinds, number_of_kind(kinds, kind));
-    pointers.push_back({weight_pointers(layers[l].weights), cache_pointers(layers[l].cache), of_kinds});
+    pointers.push_back(
+        {weight_pointers(layers[l].weights, model.adds_residual), cache_pointers(layers[l].cache), of_kinds});
   }
   const std::optional<PersistentEnds>& ends = options.ends;
   const int vocab = ends ? int(ends->embed_in.shape[0]) : 0;
@@ -361,7 +397,7 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   auto state = std::make_unique<State>(context, model,
                                        PersistentArguments{
                                            .plan = plan,
-                                           .layout = persistent_layout(dims, plan),
+                                           .layout = layout,
                                            .dims = dims,
                                            .capacity = int(capacity),
                                            .table_rows = int(rope.cos.shape[0]),
@@ -380,19 +416,20 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
                                            .sin = rope.sin.data,
                                            .exchange = {.token_epochs = int(pointers.size()) + 1},
                                            .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
-                                           .digit_offsets = digit_offsets(dims, plan, persistent_layout(dims, plan)),
+                                           .digit_offsets = digit_offsets(dims, plan, layout),
                                            .pages = pages_of(table, entries),
                                        });
   std::copy(kinds.begin(), kinds.end(), state->arguments.kinds.begin());
   state->first_model_layer = options.first_model_layer;
-  state->kernel = kernels(plan, model.dtype);
+  state->kernel = peers ? rank_kernels(plan, model.dtype) : kernels(plan, model.dtype);
+  state->peers = peers;
   CF_TRY(prepare_persistent(state->kernel, plan, context.device()));
 
   PersistentArguments& a = state->arguments;
-  CF_TRY_ASSIGN(DeviceMemory scratch,
-                DeviceMemory::create(context, allocate_scratch(nullptr, a), "the persistent kernel's scratch memory"));
+  CF_TRY_ASSIGN(DeviceMemory scratch, DeviceMemory::create(context, allocate_scratch(nullptr, a, peers != nullptr),
+                                                           "the persistent kernel's scratch memory"));
   state->scratch = std::move(scratch);
-  allocate_scratch(state->scratch.data(), a);
+  allocate_scratch(state->scratch.data(), a, peers != nullptr);
   CF_TRY(from_cuda(cudaMemsetAsync(state->scratch.data(), 0, state->scratch.bytes(), context.stream()),
                    "cudaMemsetAsync"));
   if (a.rms_norm)
@@ -407,6 +444,12 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   CF_TRY(from_cuda(cudaHostAlloc(&shared, sizeof(State::Shared), cudaHostAllocMapped), "cudaHostAlloc"));
   state->shared.reset(new (shared) State::Shared());
   a.report = &state->shared->report;  // one address for host and device
+  if (peers) {
+    a.ranks = rank_exchange(*peers, &a.exchange.grid_state->launches);
+    a.exchange.grid_state = &a.ranks.state(peers->rank)->grid;
+    a.report = peers->area_reports + peers->rank;
+    a.wait_limit_ns = peers->patience_ns / 2;  // which is half of what a block waits for another rank
+  }
   if (ends) {
     TokenArguments& t = a.token;
     t.vocab = vocab;
@@ -420,6 +463,7 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   return PersistentKernel(std::move(state));
 }
 
+std::int64_t PersistentKernel::rank_area_bytes(std::int64_t ranks) { return RankExchange::bytes(ranks); }
 const PersistentPlan& PersistentKernel::plan() const { return state_->arguments.plan; }
 
 Status PersistentKernel::State::check_step(std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
@@ -429,7 +473,8 @@ Status PersistentKernel::State::check_step(std::int64_t first, std::int64_t last
                std::to_string(first) + ", " + std::to_string(last) + ")");
   const std::array shape{std::int64_t(arguments.dims.batch), std::int64_t(arguments.dims.hidden)};
   TensorCheck check(kPersistentName);
-  check({Role::input, "input", true}, input, shape);
+  // What a launch of ranks has left for the next one has no epoch there.
+  check({Role::input, "input", peers == nullptr}, input, shape);
   check({Role::output, "output"}, output, shape);
   CF_TRY(check.status());
   return check_weight_dtype(kPersistentName, output.dtype, model.dtype);
@@ -449,7 +494,8 @@ PersistentArguments PersistentKernel::State::arguments_for(std::int64_t first, s
 
 Status PersistentKernel::State::launch(const PersistentArguments& a, bool cooperative, CUstream_st* stream) {
   launched_wait_limit_ns = a.wait_limit_ns;
-  return launch_persistent(kernel, a, cooperative, stream);
+  // Cooperative launches of ranks on one GPU might not run at once.
+  return launch_persistent(kernel, a, cooperative && !(peers && peers->share_device), stream);
 }
 
 Status PersistentKernel::enqueue(CUstream_st* stream, std::int64_t first, std::int64_t last,
@@ -544,6 +590,7 @@ void PersistentKernel::end_before(unsigned number) {
 Status PersistentKernel::enqueue_split(CUstream_st* stream, std::int64_t layer, const ConstAnyView<2>& input,
                                        const AnyView<2>& output) {
   State& s = *state_;
+  if (s.peers) return refuse("whole layers on several GPUs, got halves");
   CF_TRY(s.check_step(layer, layer + 1, input, output));
   CF_TRY(take_report());
   PersistentArguments a = s.arguments_for(layer, layer + 1, input, output);
@@ -558,20 +605,33 @@ Status PersistentKernel::enqueue_split(CUstream_st* stream, std::int64_t layer, 
 
 Status PersistentKernel::take_report() {
   State& s = *state_;
-  volatile unsigned* const report = &s.shared->report;
-  const unsigned code = *report;
-  if (code == 0) return {};
-  *report = 0;
-  const Dependency missing = dependency_of_code(int(code));
-  const int layer = layer_of_code(int(code));
-  const std::uint64_t limit_ms = s.launched_wait_limit_ns / 1'000'000;
+  int rank = -1;
+  unsigned report = 0;
+  if (s.peers) {
+    // It stays: the ranks may have launched different numbers of steps. Of several reports the first in the order of the
+    // layers counts.
+    for (int of = 0; of < s.peers->layout.ranks; ++of)
+      if (const unsigned other = static_cast<const volatile std::uint32_t*>(s.peers->area_reports)[of];
+          other != 0 && (report == 0 || code_of(other) < code_of(report)))
+        rank = of, report = other;
+  } else {
+    volatile unsigned& own = s.shared->report;
+    report = own;
+    if (report != 0) own = 0;
+  }
+  if (report == 0) return {};
+  const int code = code_of(report), layer = layer_of_code(code), late = late_rank_of(report);
+  const Dependency missing = dependency_of_code(code);
+  // A rank that the others have waited for may have launched nothing.
+  const std::uint64_t limit_ms = (s.peers ? s.arguments.wait_limit_ns : s.launched_wait_limit_ns) / 1'000'000;
   return Status::error(
       Code::device_error,
-      std::string(kPersistentName) + ": " +
+      std::string(kPersistentName) + ": " + (rank < 0 ? "" : "rank " + std::to_string(rank) + ": ") +
           (layer == s.arguments.head_layer ? "" : "layer " + std::to_string(s.first_model_layer + layer) + ": ") +
-          std::string(awaited_sites(s.model.family)[std::size_t(missing)].name) + " was not complete within " +
+          std::string(awaited_sites(s.model.family)[std::size_t(missing)].name) +
+          (late < 0 ? "" : " of rank " + std::to_string(late)) + " was not complete within " +
           std::to_string(limit_ms + limit_ms * unsigned(missing) / 4) + " ms, expected all " +
-          std::to_string(plan().grid) + " blocks to run at once");
+          std::to_string(plan().grid) + " blocks" + (rank < 0 ? "" : " of every rank") + " to run at once");
 }
 
 Status PersistentKernel::set_probe(const Probe& probe) {

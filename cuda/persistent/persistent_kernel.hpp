@@ -82,7 +82,10 @@ struct PersistentOptions {
 /// it must outlive the object and every launch, captured ones included. Not shared between threads.
 class PersistentKernel {
  public:
-  /// Plans the kernel for the layers and takes its scratch memory. Each Linear is dense or packed by cuda::pack().
+  /// Plans the kernel for the layers and takes its scratch memory. Of a model that ranks share, the context is that of a
+  /// rank, whose peers have an area of rank_area_bytes(); every rank makes the same launches, in the same order as the
+  /// others; none of them continues another one. What a rank has given up ends all ranks' launches, and later ones are
+  /// refused with the same report. Each Linear is dense or packed by cuda::pack().
   /// Layers may be packed in up to seven ways. Code::unimplemented for what plan_persistent() refuses, a grid of more
   /// blocks than the device holds at once, views of another dtype than the model's, more layers than
   /// kMaxPersistentLayers, layers packed in more ways, groups that differ in size or are no multiple of 32 columns, and
@@ -94,6 +97,9 @@ class PersistentKernel {
   PersistentKernel(PersistentKernel&&) noexcept;
   PersistentKernel& operator=(PersistentKernel&&) noexcept;
   ~PersistentKernel();
+
+  /// The bytes of a Communicator's area that kernels of so many ranks take.
+  static std::int64_t rank_area_bytes(std::int64_t ranks);
 
   const PersistentPlan& plan() const;
 

@@ -157,14 +157,17 @@ struct PhaseTraits {
   bool tiled = false;             // of several tokens, which come to the block by the copy engine
   bool act_in_registers = false;  // PersistentPlan::act_in_registers
   bool head_norm = false;         // of a sequential residual
+  bool adds_residual = true;      // the rank does, not another one
 };
 
 /// The phases of a launch.
 constexpr PhaseTable phase_table(const PhaseTraits& traits, LayerPart part = LayerPart::whole) {
-  const auto [parallel_residual, tiled, act_in_registers, head_norm] = traits;
+  const auto [parallel_residual, tiled, act_in_registers, head_norm, adds_residual] = traits;
   std::array<PhaseSpec, kLayerPhases> layer = parallel_residual ? kParallelLayer : kSequentialLayer;
   for (PhaseSpec& p : layer)
     if (p.is_attention()) p.norms_heads = head_norm;
+  if (!adds_residual)
+    for (PhaseSpec& p : layer) p.adds = Residuals::none;
   // The consumer warps have no other work while they wait in a layer with a sequential residual. They are more threads
   // than the auxiliary warps, so more loads are in flight at once.
   if (!parallel_residual && !tiled)

@@ -48,15 +48,18 @@ Status check(const PersistentModel& m, std::int64_t batch) {
        {Size{"hidden_size", m.hidden_size}, Size{"heads", m.heads}, Size{"kv_heads", m.kv_heads},
         Size{"head_dim", m.head_dim}, Size{"intermediate_size", m.intermediate_size}})
     if (value < 1) return bad(std::string(name) + " must be at least 1, got " + text(value));
-  if (!m.adds_residual) return refuse("a rank that adds the residual, got one that leaves it to another rank");
+  if (m.ranks == 1 && !m.adds_residual)
+    return refuse("a rank that adds the residual, got one that leaves it to another rank");
+  if (m.ranks > 1 && m.packed) return refuse("dense weights on several GPUs, got packed ones");
   if (m.head_norm && m.use_parallel_residual)
     return refuse("a norm of each head of q and k beside a sequential residual, got a parallel one");
   if (m.learned_positions || m.rotary_dim == 0)
     return refuse("rotary position embeddings, got " +
                   std::string(m.learned_positions ? "learned ones" : "layers without RoPE"));
   CF_TRY((ops::QkvHeads{m.heads, m.kv_heads, m.qkv_layout}.check(kPersistentName)));
-  if (m.qkv_layout == ops::QkvLayout::interleaved_by_head && m.hidden_size != m.heads * m.head_dim)
-    return bad("hidden_size must be heads * head_dim = " + text(m.heads * m.head_dim) + ", got " + text(m.hidden_size));
+  const std::int64_t all_heads = m.ranks * m.heads * m.head_dim;
+  if (m.qkv_layout == ops::QkvLayout::interleaved_by_head && m.hidden_size != all_heads)
+    return bad("hidden_size must be heads * head_dim = " + text(all_heads) + ", got " + text(m.hidden_size));
   if (m.rotary_dim < 2 || m.rotary_dim > m.head_dim || m.rotary_dim % 2)
     return bad("rotary_dim must be even, 2 to head_dim " + text(m.head_dim) + ", got " + text(m.rotary_dim));
   if (m.dtype != DType::f16 && m.dtype != DType::bf16)
@@ -94,8 +97,9 @@ int slices(int columns, int most_columns, int least, int limit) {
 int gqa_heads(const PersistentDims& d) { return d.head_dim > kMaxGqaHeadDim ? 1 : gqa_tile_heads(d.group); }
 
 /// Plans the grid, and how a GQA tile's keys are split over it.
-Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const PersistentChoices& choices,
+Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentModel& m, const PersistentChoices& choices,
                  PersistentPlan& p) {
+  const bool packed = m.packed;
   // Every block must have rows of q, k and v, and rows of each layer's output: kernel.cuh says why.
   const LayerRows rows = d.rows(packed);
   const int most_blocks = std::min({arch.sm_count, rows.qkv / rows.together, rows.out / rows.together});
@@ -103,8 +107,10 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const P
   CF_TRY(choose("blocks", choices.blocks, 1, most_blocks, p.grid));
   p.up_eighths = packed && d.batch == 1 ? arch.tuning->packed_up_eighths : arch.tuning->up_eighths;
   CF_TRY(choose("up_eighths", choices.up_eighths, 0, 8, p.up_eighths));
-  // The kernels for packed weights are compiled for one head a GQA tile alone.
-  p.gqa_heads = choices.shares_keys.value_or(true) && !packed ? gqa_heads(d) : 1;
+  // The kernels for packed weights, and those of ranks with a parallel residual, are compiled for one head a GQA tile
+  // alone.
+  const bool shares = !packed && (m.ranks == 1 || !m.use_parallel_residual);
+  p.gqa_heads = choices.shares_keys.value_or(true) && shares ? gqa_heads(d) : 1;
   p.group_gqa_tiles = d.group / p.gqa_heads;
   p.gqa_tiles = d.heads / p.gqa_heads;
   const int gathered_bytes = p.gqa_heads > 1 ? kMaxGqaGatheredBytes : kMaxGatheredBytes;
@@ -124,6 +130,7 @@ class Slicing {
         tile_products_(tile_products),
         packed_(m.packed),
         sequential_(!m.use_parallel_residual),
+        of_ranks_(m.ranks > 1),
         usual_partials_in_(grid.partials_in),
         d_(d),
         deals_(d.rows(m.packed), grid.grid),
@@ -264,13 +271,13 @@ class Slicing {
     plan.stage_bytes = std::max((stage_bytes + 127) / 128 * 128, tile_bytes);
     plan.stage_keys = plan.stage_bytes / tile_bytes * kTileKeys;
     plan.ring_bytes = 0;
-    plan.ring_bytes = (smem_bytes_ - persistent_layout(d_, plan).bytes) & -128;
+    plan.ring_bytes = (smem_bytes_ - persistent_layout(d_, plan, of_ranks_).bytes) & -128;
     plan.stages = plan.ring_bytes / plan.stage_bytes;
     return plan.stages >= kMinStages;
   }
 
   int smem_bytes_, packed_group_;
-  bool tile_products_, packed_, sequential_;
+  bool tile_products_, packed_, sequential_, of_ranks_;
   PartialsIn usual_partials_in_;  // where the partial results lie unless mlp.act is in registers
   PersistentDims d_;
   LayerDeals deals_;
@@ -286,7 +293,7 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   CF_TRY(check(model, batch));
   const PersistentDims d = persistent_dims(model, batch);
   PersistentPlan p{};
-  CF_TRY(plan_grid(arch, d, model.packed, choices, p));
+  CF_TRY(plan_grid(arch, d, model, choices, p));
   // With a parallel residual attn_x is free then, since up reads its tokens from mlp_x. With packed weights attn_x
   // holds digits.
   p.partials_in = model.packed ? PartialsIn::own : model.use_parallel_residual ? PartialsIn::attn_x : PartialsIn::mlp_x;
@@ -309,7 +316,7 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   p.ahead_clocks = 1024 / arch.tuning->ahead_bytes_per_clock;
   p.bytes_in_flight = choices.stages_in_flight ? p.stages_in_flight * p.stage_bytes : arch.tuning->bytes_in_flight;
   p.key_stage = ring_stage(p, p.stage_keys * d.head_dim * 4);
-  p.smem_bytes = persistent_layout(d, p).bytes;
+  p.smem_bytes = persistent_layout(d, p, model.ranks > 1).bytes;
   p.divisors = {.attention_splits = Divisor(p.attention_splits),
                 .gqa_tiles = Divisor(p.gqa_tiles),
                 .group_gqa_tiles = Divisor(p.group_gqa_tiles),

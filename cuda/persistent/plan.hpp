@@ -41,6 +41,7 @@ struct PersistentModel {
   DType dtype;
   bool head_norm = false;          // RMSNorm of each head of q and of k, before RoPE
   bool learned_positions = false;  // a vector for the position is added to the embedding; refused
+  std::int64_t ranks = 1;          // that share the model
   // Of layers whose matrices are packed by cuda::pack().
   bool packed = false;
   int packed_group = kDigitColumns;  // the fewest columns of a group of weights, a multiple of 32
@@ -63,7 +64,8 @@ inline PersistentModel persistent_model(const ModelSpec& m, DType dtype) {
           .qkv_layout = m.shape.qkv_layout,
           .dtype = dtype,
           .head_norm = m.shape.head_norm,
-          .learned_positions = m.traits.positions == Positions::learned};
+          .learned_positions = m.traits.positions == Positions::learned,
+          .ranks = m.ranks};
 }
 
 /// The warps of a block. Consumer warps multiply by the weights and attend to keys. Auxiliary warps merge partial
@@ -238,8 +240,7 @@ inline PersistentChoices for_capacity(const Arch& arch, PersistentChoices choice
 
 /// Plans the persistent kernel for `batch` sequences of one new token each. A pure function of its arguments.
 /// Code::unimplemented, with the reason, for a norm of each head of q and k beside a parallel residual, learned
-/// positions, a layer without RoPE, a rank that leaves the residual to another, a dtype other than float16 and
-/// bfloat16, a hidden_size, head_dim or intermediate_size that is not a multiple of 8, a head_dim beyond 256, a
+/// positions, a layer without RoPE, packed weights on several ranks, a dtype other than float16 and bfloat16, a hidden_size, head_dim or intermediate_size that is not a multiple of 8, a head_dim beyond 256, a
 /// hidden_size beyond 6144, more than 8 sequences, and shared memory that does not hold a ring of three stages. Packed
 /// weights are also refused with a head_dim above 80 that is not 128, with columns that are not a multiple of 128, and
 /// with rows that are not a multiple of 16. Code::invalid_argument for sizes that no layer has and for choices out of

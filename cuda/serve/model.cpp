@@ -185,9 +185,10 @@ Result<std::unique_ptr<Model>> Model::create_rank(const Context& on, const std::
   CF_TRY(check_no_fp8(kModelName, "cuda", whole, host));
   if (options.in_place)
     return Status::error(Code::unimplemented, "model: in_place: a model on several GPUs copies its weights");
-  if (options.impl && !has_ops(*options.impl))
-    return Status::error(Code::unimplemented, "model: a model on several GPUs takes the impls unfused and graph, got " +
-                                                  std::string(to_string(*options.impl)));
+  if (options.impl && !has_ops(*options.impl) && *options.impl != Impl::persistent)
+    return Status::error(Code::unimplemented,
+                         "model: a model on several GPUs takes the impls unfused, graph and persistent, got " +
+                             std::string(to_string(*options.impl)));
   CF_TRY_ASSIGN(const ModelSpec part, whole.of_rank(rank, ranks));
   CF_TRY_ASSIGN(const ModelWeights outline, outline_of_rank(whole, host, rank, ranks));
   return create(on, name, part, outline, options,

@@ -132,6 +132,8 @@ struct Model::State final : PipelineDevice, OwnTensors {
     OwnTensors::allocate(arena, spec, workspace.activation(), options);
     return arena.bytes();
   }
+  /// Whether a launch of the persistent kernel makes whole tokens. On ranks it makes the layers alone.
+  bool makes_whole_tokens() const;
   /// Prepares the layers' steps: those of the persistent impl with what lies outside the layers.
   Status prepare_layers();
   Status prepare_steps();
@@ -352,7 +354,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
   /// The chunks and passes of prompts so far. From its second time on one is a graph, whose branches run side by side.
   std::map<ChunkKey, GraphExec> chunks;
   std::vector<MixedPass> mixed;           // the newest first
-  std::optional<PersistentKernel> whole;  // of the persistent impl
+  std::optional<PersistentKernel> whole;  // where it makes whole tokens
 };
 
 template <class Args>

@@ -32,8 +32,10 @@ LayerTensors first_sequences(const ModelShape& shape, LayerTensors t, std::int64
 
 }  // namespace
 
+bool Model::State::makes_whole_tokens() const { return impl == Impl::persistent && !context.peers(); }
+
 Status Model::State::prepare_layers() {
-  if (impl != Impl::persistent)
+  if (!makes_whole_tokens())
     return executor.prepare(weights, cache, workspace, {.stream = stream.get(), .input = step_input()});
   // The program of a decode step. Where its logits go is said with each launch.
   std::vector<LayerCache> caches;
@@ -84,9 +86,9 @@ std::int64_t Model::State::step_slots(std::int64_t slots) const {
 Result<cudaGraphExec_t> Model::State::step_graph(Start start, LogitsBuffer to, std::int64_t slots) {
   GraphExec& graph = steps[{start, to, slots}];
   if (!graph) {
-    CF_TRY_ASSIGN(graph, impl == Impl::graph        ? dataflow_step(to, start, slots)
-                         : impl == Impl::persistent ? whole_step(to, start)
-                                                    : executor_step(to, start));
+    CF_TRY_ASSIGN(graph, impl == Impl::graph    ? dataflow_step(to, start, slots)
+                         : makes_whole_tokens() ? whole_step(to, start)
+                                                : executor_step(to, start));
     CF_TRY(from_cuda(cudaGraphUpload(graph.get(), stream.get()), "cudaGraphUpload"));
     CF_TRY(meet());
   }

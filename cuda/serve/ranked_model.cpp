@@ -11,6 +11,7 @@
 #include "core/model/ranks.hpp"
 #include "core/model/score.hpp"
 #include "cuda/comm/communicator.hpp"
+#include "cuda/persistent/persistent_kernel.hpp"
 #include "cuda/runtime/check.hpp"
 #include "cuda/serve/rank_threads.hpp"
 
@@ -38,6 +39,11 @@ std::int64_t part_bytes(const ModelSpec& m, const ModelWeights& w, const Model::
   const std::int64_t sums = std::max(o.slots, o.chunk) * m.shape.hidden_size,
                      logits = std::min(o.slots, Model::kRankHeadRows) * m.shape.vocab_size;
   return std::max(sums, logits) * std::int64_t(size_bytes(w.embed_in.dtype));
+}
+
+/// What a step of the persistent kernel takes besides.
+std::int64_t area_bytes(std::int64_t ranks, const Model::Options& o) {
+  return o.impl == Impl::persistent ? PersistentKernel::rank_area_bytes(ranks) : 0;
 }
 
 std::string rank_name(std::size_t rank, std::span<const int> devices) {
@@ -120,7 +126,8 @@ Result<std::unique_ptr<RankedModel>> RankedModel::create(std::span<const int> de
   CF_TRY(check_no_fp8("model", "cuda", spec, weights));
   CF_TRY(bytes(std::int64_t(devices.size()), spec, weights, options).status());
   CF_TRY_ASSIGN(std::unique_ptr<Communicator> communicator,
-                Communicator::create(devices, {.part_bytes = part_bytes(spec, weights, options)}));
+                Communicator::create(devices, {.part_bytes = part_bytes(spec, weights, options),
+                                               .area_bytes = area_bytes(std::int64_t(devices.size()), options)}));
   auto state = std::make_unique<State>(devices, spec);
   State& s = *state;
   s.communicator = std::move(communicator);
@@ -147,7 +154,7 @@ Result<ModelBytes> RankedModel::bytes(std::int64_t ranks, const ModelSpec& spec,
   CF_TRY_ASSIGN(const ModelSpec part, spec.of_rank(0, ranks));
   CF_TRY_ASSIGN(const ModelWeights outline, outline_of_rank(spec, weights, 0, ranks));
   ModelBytes all = Model::bytes(part, outline, options);
-  all.workspace += Communicator::bytes(ranks, part_bytes(spec, weights, options));
+  all.workspace += Communicator::bytes(ranks, part_bytes(spec, weights, options), area_bytes(ranks, options));
   return all;
 }
 

@@ -62,6 +62,8 @@ Status take(const Node&, const ops::QkNorm::Args& args, PersistentLayer& layer) 
 Status take(const Node& node, const ops::Rope::Args& args, PersistentLayer&) {
   return args.q_sinks ? refuse(node, "one position of a query, no other one for sinks") : Status();
 }
+/// Whoever reads the residual stream sums what the ranks have made.
+Status take(const Node&, const ops::AllReduce::Args&, PersistentLayer&) { return {}; }
 Status take(const Node& node, const ops::KvAppend::Args& args, PersistentLayer& layer) {
   if (!args.runs.empty()) return refuse(node, "one new token of each sequence, no runs");
   if (args.window) return refuse(node, "a cache of all keys, no stream's");

@@ -13,8 +13,8 @@
 #include "cuda/runtime/memory.hpp"
 #include "cuda/runtime/stream.hpp"
 #include "cuda/serve/ranked_model.hpp"
+#include "tests/cuda/gpus.hpp"
 #include "tests/cuda/occupy.hpp"
-#include "tests/cuda/part_skipped.hpp"
 #include "tests/cuda/small_model.hpp"
 #include "tests/support/refusal.hpp"
 
@@ -24,27 +24,6 @@ using cuda::Communicator;
 using cuda::RankedModel;
 
 namespace {
-
-int gpu_count() {
-  int count = 0;
-  require_cuda(cudaGetDeviceCount(&count));
-  return count;
-}
-
-/// Whether there are fewer GPUs. CTest shows a test that asked for more as skipped.
-bool lacks_gpus(int needed) {
-  if (gpu_count() >= needed) return false;
-  WARN("SKIPPED: " << needed << " GPUs are needed, there are " << gpu_count());
-  part_skipped = true;
-  return true;
-}
-
-/// The GPUs of so many ranks: one each where there are enough, else the first for all.
-std::vector<int> devices_of(int ranks, bool on_one) {
-  std::vector<int> devices;
-  for (int r = 0; r < ranks; ++r) devices.push_back(on_one ? 0 : r);
-  return devices;
-}
 
 /// A rank's part and its sum, on its GPU, and a stream to launch on.
 struct RankPart {
@@ -270,8 +249,8 @@ TEST_CASE("Ranks that cannot be are refused by name", "[gpu][ranks]") {
     return RankedModel::create(devices, "small", small.config, small.weights->weights, o).status();
   };
   CHECK(refusal_fault(create({0, 0, 0}, {}), Code::invalid_argument, {"3 ranks must divide num_heads, got 4"}) == "");
-  CHECK(refusal_fault(create({0, 0}, {.impl = Impl::persistent}), Code::unimplemented,
-                      {"several GPUs takes the impls unfused and graph, got persistent"}) == "");
+  CHECK(refusal_fault(create({0, 0}, {.impl = Impl::layer}), Code::unimplemented,
+                      {"several GPUs takes the impls unfused, graph and persistent, got layer"}) == "");
   Parts p(devices_of(2, true), 1 << 12);
   cuda::LaunchList launches(p.ranks[0].context);
   CHECK(refusal_fault(cuda::prepare(p.call(p.ranks[0], DType::f16, 64, 2560), launches), Code::invalid_argument,
@@ -290,6 +269,9 @@ TEST_CASE("A model on several GPUs: its logits are the oracle's within the budge
   check_model(Small(dtype, {}, gated_config()), 2, {.capacity = 96, .impl = Impl::unfused});
   check_model(Small(dtype, {.bits = 4, .group_size = 32}, gated_config(ModelType::qwen2)), 2, {.capacity = 96});
   check_model(Small(dtype), 2, {.slots = 3, .capacity = 128, .pages = 8});
+  check_model(Small(dtype), 2, {.capacity = 96, .impl = Impl::persistent});
+  check_model(Small(dtype), 2, {.slots = 3, .capacity = 128, .impl = Impl::persistent});
+  check_model(Small(dtype, {}, gated_config()), 2, {.capacity = 96, .impl = Impl::persistent});
 }
 
 TEST_CASE("Ranks that divide the LM head give the oracle's logits within the budget", "[gpu][ranks]") {

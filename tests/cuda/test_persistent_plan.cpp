@@ -1,6 +1,7 @@
 // The persistent kernel's plan, layout, phases and exchange, without CUDA: for an H200 and an RTX 5090 on any machine.
 #include <algorithm>
 #include <map>
+#include <random>
 #include <set>
 #include <string>
 #include <tuple>
@@ -816,6 +817,128 @@ TEST_CASE("persistent: words of an exchange do not overlap, and an epoch tells t
   CHECK(epochs.size() == std::size_t(3 * x.token_epochs));
 }
 
+TEST_CASE("persistent: ranks of presets have plans, and one rank alone adds the residual") {
+  for (const ModelConfig& m : presets())
+    for (const std::int64_t ranks : {2, 4, 8}) {
+      const Result<ModelSpec> part = m.spec().of_rank(ranks - 1, ranks);
+      if (!part || m.family().positions == Positions::learned) continue;
+      const PersistentModel model = persistent_model(*part, m.dtype);
+      for (const std::int64_t batch : {1, 4}) {
+        CAPTURE(m.name, ranks, batch);
+        const auto plan = plan_persistent(kH200, model, batch);
+        if (!plan) continue;  // as refused for the whole model
+        const PersistentDims d = persistent_dims(model, batch);
+        CHECK(plan->smem_bytes == persistent_layout(d, *plan, true).bytes);
+        CHECK(plan->smem_bytes <= kH200.smem_per_block_bytes);
+        CHECK(sums_fault(d, *plan) == "");
+        CHECK((plan->gqa_heads == 1 || m.spec().traits.residual != Residual::parallel));
+      }
+    }
+  for (const bool parallel : {false, true}) {
+    int adding = 0;
+    for (const bool adds : {false, true})
+      for (const PhaseSpec& p : phase_table({.parallel_residual = parallel, .adds_residual = adds})) {
+        CHECK((adds || p.adds == Residuals::none));
+        adding += p.adds != Residuals::none;
+      }
+    CHECK(adding == (parallel ? 1 : 2));
+  }
+}
+
+TEST_CASE("persistent: what ranks store for each other does not overlap") {
+  for (const int ranks : {2, 3, 8}) {
+    RankExchange x{.ranks = ranks};
+    std::vector<std::byte> area(std::size_t(RankExchange::bytes(ranks)));
+    x.areas[1] = area.data();
+    const std::byte* end = area.data() + sizeof(RankState);
+    CHECK(reinterpret_cast<std::byte*>(x.state(1)) == area.data());
+    const auto check = [&](auto words) {
+      for (int place = 0; place < RankExchange::kPlaces; ++place)
+        for (int from = 0; from < ranks; ++from) {
+          const auto* const begin = reinterpret_cast<const std::byte*>(words(place, from));
+          CHECK(begin >= end);
+          CHECK((begin - area.data()) % 256 == 0);
+          end = reinterpret_cast<const std::byte*>(words(place, from) + RankExchange::kPart);
+        }
+    };
+    check([&](int place, int from) { return x.floats(1, place, from); });
+    check([&](int place, int from) { return x.norms(1, place, from); });
+    CHECK(end <= area.data() + area.size());
+  }
+}
+
+TEST_CASE("persistent: ranks that run at their own pace find every word, and no other in its place") {
+  struct Word {
+    unsigned tag = 0;  // the eight bits that a NormWord has
+    int number = -1;   // of its exchange
+  };
+  struct Walk {
+    RankState state{};
+    std::size_t launch = 0;
+    int layer = -1;           // the one that is made next; -1 before the launch begins
+    Word words[2][3];         // by place and rank
+    int behind_with[2][3]{};  // of each word: turns until the rank sees it
+    Word on_the_way[2][3];
+  };
+  std::mt19937 random(1);
+  for (int ranks : {2, 3}) {
+    std::vector<std::pair<int, int>> launches;  // first and last layer
+    for (int i = 0; i < 3000; ++i) {
+      const int first = int(random() % kMaxPersistentLayers);
+      launches.emplace_back(first,
+                            random() % 2 ? first + 1 : std::min(first + 1 + int(random() % 5), kMaxPersistentLayers));
+    }
+    std::vector<Walk> all(static_cast<std::size_t>(ranks));
+    int number_of_exchange = 0, idle = 0;
+    std::vector<int> made(all.size(), 0);
+    while (std::ranges::any_of(all, [&](const Walk& w) { return w.launch < launches.size(); })) {
+      REQUIRE(++idle < 100000);  // nobody goes on
+      const std::size_t r = random() % all.size();
+      Walk& w = all[r];
+      for (int place : {0, 1})
+        for (int from = 0; from < ranks; ++from)
+          if (int& behind = w.behind_with[place][from]; behind > 0 && --behind == 0)
+            w.words[place][from] = w.on_the_way[place][from];
+      if (w.launch == launches.size()) continue;
+      const auto [first, last] = launches[w.launch];
+      if (w.layer < 0) w.layer = first;
+      const RankNotice notice = RankNotice::begin(w.state, first);
+      if (w.layer > first) {  // every rank's words of the layer before
+        const int place = notice.place(Dependency::hidden, w.layer - 1);
+        const auto here = [&](const Word& word) { return word.tag == (notice.epoch(w.layer) & 0xff); };
+        if (!std::all_of(w.words[place], w.words[place] + ranks, here)) continue;
+        for (int from = 0; from < ranks; ++from) REQUIRE(w.words[place][from].number == made[r] - 1);
+      }
+      idle = 0;
+      if (w.layer == last) {
+        w.state.exchanges += unsigned(last - first);
+        ++w.state.grid.launches;
+        ++w.launch;
+        w.layer = -1;
+        continue;
+      }
+      for (Walk& to : all) {
+        const int place = notice.place(Dependency::hidden, w.layer);
+        REQUIRE(to.behind_with[place][r] == 0);
+        to.on_the_way[place][r] = {notice.epoch(w.layer + 1) & 0xff, made[r]};
+        to.behind_with[place][r] = 1 + int(random() % 4);
+      }
+      number_of_exchange = std::max(number_of_exchange, ++made[r]);
+      ++w.layer;
+    }
+    CHECK(number_of_exchange > 3000);
+  }
+}
+
+TEST_CASE("persistent: a report names a dependency, and the rank that has not made it") {
+  for (int rank : {-1, 0, 7}) {
+    const int code = dependency_code(kMaxPersistentLayers, Dependency::choice);
+    const auto report = unsigned(report_code(code, rank));
+    CHECK(code_of(report) == code);
+    CHECK(late_rank_of(report) == rank);
+  }
+}
+
 TEST_CASE("persistent: a dependency's code names its layer, and 0 names none") {
   int last = 0;
   for (int layer : {0, 1, 31})
@@ -928,8 +1051,15 @@ TEST_CASE("persistent: what the kernel does not take is refused by name") {
                       {"hidden_size must be heads * head_dim = 256, got 512"}) == "");
   const Result<ModelSpec> second_rank = good.spec().of_rank(1, 2);
   REQUIRE(second_rank);
-  CHECK(refusal_fault(plan_persistent(kH200, persistent_model(*second_rank, good.dtype), 1).status(),
-                      Code::unimplemented, {"a rank that adds the residual, got one that leaves it to another"}) == "");
+  model = persistent_model(*second_rank, good.dtype);
+  CHECK(plan_persistent(kH200, model, 1));
+  model.packed = true;
+  CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::unimplemented,
+                      {"dense weights on several GPUs, got packed ones"}) == "");
+  model.packed = false;
+  model.ranks = 1;
+  CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::unimplemented,
+                      {"a rank that adds the residual, got one that leaves it to another"}) == "");
   model = persistent_model(good, good.dtype);
   model.kv_heads = 2;
   CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::invalid_argument,

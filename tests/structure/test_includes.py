@@ -62,7 +62,7 @@ ROOMS = {
     "cuda/ops/sample": OP_FAMILY,
     "cuda/ops/ln_qkv": [*OP_FAMILY, "cuda/ops/linear/*", "cuda/ops/norm"],
     "cuda/ops/rms_linear": [*OP_FAMILY, "cuda/ops/linear/*", "cuda/ops/norm"],
-    "cuda/persistent": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
+    "cuda/persistent": ["core/*", "cuda/ops/*", "cuda/comm", "cuda/runtime", "cuda/device"],
     "cuda/step": ["core/*", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     "cuda/model": ["core/*", "cuda/step", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     # What users hold.

@@ -1,0 +1,7 @@
+#include "cuda/persistent/kernel.cuh"
+
+namespace cf::cuda {
+
+const void* rank_kernels_f16(Products products) { return find_persistent_kernel<f16, false, false, 1, true>(products); }
+
+}  // namespace cf::cuda
