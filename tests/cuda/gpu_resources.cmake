@@ -6,14 +6,14 @@ if(cf_gpu_tests)
   set_tests_properties(${cf_gpu_tests} PROPERTIES RESOURCE_GROUPS gpus:1)
 endif()
 if(DEFINED ENV{CF_TEST_GPUS})
-  # Ranks are 4 at most. Of more than half a GPU's slots CTest cannot take two from one GPU, and few wait for several
-  # GPUs at once: those come first.
+  # Ranks are 4 at most. Of more than half a GPU's slots CTest cannot take two from one GPU. What waits for several GPUs
+  # at once or for a whole one comes first: it would get them only when all else has ended.
   set(cf_ranks $ENV{CF_TEST_GPUS})
   if(cf_ranks GREATER 4)
     set(cf_ranks 4)
   endif()
   if(cf_gpu_alone)
-    set_tests_properties(${cf_gpu_alone} PROPERTIES RESOURCE_GROUPS gpus:8)
+    set_tests_properties(${cf_gpu_alone} PROPERTIES RESOURCE_GROUPS gpus:8 COST 500000)
   endif()
   if(cf_rank_tests)
     set_tests_properties(${cf_rank_tests} PROPERTIES RESOURCE_GROUPS ${cf_ranks},gpus:5 COST 1000000)

@@ -23,6 +23,13 @@ enum class Plans { own, rtx5090 };
 inline constexpr Plans kPlans[] = {Plans::own, Plans::rtx5090};
 inline const char* to_string(Plans p) { return p == Plans::own ? "own plans" : "an RTX 5090's plans"; }
 
+/// Test cases for each Plans, which is `plans`, and for each of them and each dtype, which is `dtype`: together they take
+/// minutes, and so they can run beside each other.
+#define CF_FOR_PLANS(name, tags) TEMPLATE_TEST_CASE_SIG(name, tags, ((Plans plans), plans), Plans::own, Plans::rtx5090)
+#define CF_FOR_PLANS_AND_DTYPES(name, tags)                                                                \
+  TEMPLATE_TEST_CASE_SIG(name, tags, ((Plans plans, DType dtype), plans, dtype), (Plans::own, DType::f16), \
+                         (Plans::own, DType::bf16), (Plans::rtx5090, DType::f16), (Plans::rtx5090, DType::bf16))
+
 inline cuda::Context planned(Plans plans, cudaStream_t stream = nullptr) {
   cuda::Context c = context(stream);
   if (plans == Plans::rtx5090) c.set_plan_arch(cuda::kRtx5090);

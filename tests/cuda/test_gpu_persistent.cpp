@@ -66,9 +66,7 @@ void check_taps(const HostLayers& host, int kv_len, Plans plans, const cuda::Per
 
 }  // namespace
 
-TEST_CASE("persistent: every tap of a layer is the oracle's within its budget", "[gpu][persistent]") {
-  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
-  const DType dtype = GENERATE(DType::f16, DType::bf16);
+CF_FOR_PLANS_AND_DTYPES("persistent: every tap of a layer is the oracle's within its budget", "[gpu][persistent]") {
   const bool parallel = GENERATE(true, false);
   for (const ModelConfig& shape :
        {model_of(4, 32, 8, 96), model_of(4, 64, 16, 512), model_of(3, 80, 20, 200), model_of(4, 96, 24, 1536),
@@ -86,11 +84,10 @@ TEST_CASE("persistent: every tap of a layer is the oracle's within its budget", 
     }
 }
 
-TEST_CASE("persistent: every tap of a layer of Llama, Mistral, Qwen2 and Qwen3 is the oracle's within its budget",
-          "[gpu][persistent][grouped]") {
+CF_FOR_PLANS_AND_DTYPES(
+    "persistent: every tap of a layer of Llama, Mistral, Qwen2 and Qwen3 is the oracle's within its budget",
+    "[gpu][persistent][grouped]") {
   using enum ModelType;
-  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
-  const DType dtype = GENERATE(DType::f16, DType::bf16);
   std::vector<ModelConfig> models;
   // 1, 3, 4, 7 and 8 query heads for each kv head, of 64 and of 128 elements. These heads do not make up hidden_size.
   for (const auto& [heads, kv_heads] : kGroupedHeads)
@@ -165,11 +162,9 @@ std::vector<ModelConfig> packed_models(std::int64_t parallel_intermediate) {
 
 }  // namespace
 
-TEST_CASE("persistent: every tap of a layer of packed weights is the oracle's within its budget",
-          "[gpu][persistent][packed]") {
+CF_FOR_PLANS_AND_DTYPES("persistent: every tap of a layer of packed weights is the oracle's within its budget",
+                        "[gpu][persistent][packed]") {
   using enum ModelType;
-  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
-  const DType dtype = GENERATE(DType::f16, DType::bf16);
   std::vector<ModelConfig> models;
   for (bool parallel : {true, false})
     // Rows of one slice, of several, and of several of which the last is smaller.
@@ -193,10 +188,9 @@ TEST_CASE("persistent: every tap of a layer of packed weights is the oracle's wi
       }
 }
 
-TEST_CASE("persistent: taps of packed weights with small groups, 8 bits or an act-order are within their budgets",
-          "[gpu][persistent][packed]") {
-  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
-  const DType dtype = GENERATE(DType::f16, DType::bf16);
+CF_FOR_PLANS_AND_DTYPES(
+    "persistent: taps of packed weights with small groups, 8 bits or an act-order are within their budgets",
+    "[gpu][persistent][packed]") {
   const bool shuffled = GENERATE(false, true);
   // Groups of 96 columns begin and end inside the 128 columns of digits, and inside slices.
   for (ModelConfig m : packed_models(1536))
@@ -213,10 +207,8 @@ TEST_CASE("persistent: taps of packed weights with small groups, 8 bits or an ac
       }
 }
 
-TEST_CASE("persistent: taps of packed weights beside dense ones are within their budgets",
-          "[gpu][persistent][packed][mixed]") {
-  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
-  const DType dtype = GENERATE(DType::f16, DType::bf16);
+CF_FOR_PLANS_AND_DTYPES("persistent: taps of packed weights beside dense ones are within their budgets",
+                        "[gpu][persistent][packed][mixed]") {
   const bool shuffled = GENERATE(false, true);
   for (ModelConfig m : packed_models(2688))
     for (unsigned dense = 1; dense < 15; ++dense)  // a bit for each Linear; one at least is packed
@@ -263,10 +255,9 @@ TEST_CASE("persistent: packed weights that the kernel does not multiply by are r
   }
 }
 
-TEST_CASE("persistent: heads that share their keys attend to each key, at the ends of tiles, stages and splits",
-          "[gpu][persistent][grouped]") {
-  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
-  const DType dtype = GENERATE(DType::f16, DType::bf16);
+CF_FOR_PLANS_AND_DTYPES(
+    "persistent: heads that share their keys attend to each key, at the ends of tiles, stages and splits",
+    "[gpu][persistent][grouped]") {
   struct Heads {
     std::int64_t heads, kv_heads, head_dim;
     int gqa_heads;
@@ -537,9 +528,8 @@ TEST_CASE("persistent: layers narrower than the GPU end, with delayed blocks too
   CHECK(same_bits(on.results(), expected));
 }
 
-TEST_CASE("persistent: a thousand runs give the same bits, with delayed blocks and other work on the GPU",
-          "[gpu][persistent]") {
-  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+CF_FOR_PLANS("persistent: a thousand runs give the same bits, with delayed blocks and other work on the GPU",
+             "[gpu][persistent]") {
   const Kind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   cudaStream_t other = nullptr;
   require_cuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
@@ -740,9 +730,8 @@ bool has_appended(const Tensor& cache, std::int64_t b, std::int64_t first, std::
 
 }  // namespace
 
-TEST_CASE("persistent: many tokens of one launch are those of one launch each, with delayed blocks too",
-          "[gpu][persistent][tokens]") {
-  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+CF_FOR_PLANS("persistent: many tokens of one launch are those of one launch each, with delayed blocks too",
+             "[gpu][persistent][tokens]") {
   const Kind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   const std::int64_t batch = GENERATE(1, 3, 8), layers = GENERATE(2, 3);
   const DType dtype = GENERATE(DType::f16, DType::bf16);

@@ -90,10 +90,8 @@ void check_pages(Plans plans, const PageSetup& s, std::initializer_list<int> kv_
 
 }  // namespace
 
-TEST_CASE("persistent: caches in pages give the bits of contiguous ones", "[gpu][persistent][pages]") {
-  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+CF_FOR_PLANS_AND_DTYPES("persistent: caches in pages give the bits of contiguous ones", "[gpu][persistent][pages]") {
   const Kind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
-  const DType dtype = GENERATE(DType::f16, DType::bf16);
   for (Linears linears : kLinears)
     for (std::int64_t batch : {1, 4, 8})
       for (std::int64_t page_entries : {64, 128, 1024}) {
