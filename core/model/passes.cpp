@@ -168,9 +168,14 @@ Program with_all_reduce(Program program, const ModelSpec& m) {
   return summed;
 }
 
+std::int64_t rank_head_rows(const ModelSpec& m) {
+  const std::int64_t rows = m.shape.vocab_size / m.ranks;
+  return m.ranks == 1 || m.shape.vocab_size % m.ranks || rows % 8 ? 0 : rows;
+}
+
 Program with_rank_head(Program program, const ModelSpec& m, std::int64_t rank, const AnyView<2>& part) {
-  const std::int64_t width = m.shape.vocab_size / m.ranks;
-  if (m.ranks == 1 || m.shape.vocab_size % m.ranks || width % 8) return program;
+  const std::int64_t width = rank_head_rows(m);
+  if (width == 0) return program;
   for (std::size_t i = 0; i < program.nodes.size(); ++i) {
     const auto* whole = call_of<ops::Linear::Args>(program.nodes, i);
     const bool is_head = whole && program.nodes[i].at.site.id == SiteId::embed_out;

@@ -30,6 +30,8 @@ Program with_all_reduce(Program program, const ModelSpec& m);
 /// of what they make. `part` is memory for that: (rows, vocab / ranks). The program stays as it is where the ranks do not
 /// divide the vocabulary in multiples of 8 ids, where the head is not dense, and where it has more rows than `part`.
 Program with_rank_head(Program program, const ModelSpec& m, std::int64_t rank, const AnyView<2>& part);
+/// The rows of the LM head that each rank makes; 0 where every rank makes all.
+std::int64_t rank_head_rows(const ModelSpec& m);
 /// RmsQkv, at kv_append, in the place of RmsLinear and of the RopeAppend of what it makes. Its q, k and v are separate.
 Program with_rms_qkv(Program program, const Wanted& wanted = always);
 

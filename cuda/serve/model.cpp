@@ -6,6 +6,7 @@
 #include "core/cache_view.hpp"
 #include "core/call_groups.hpp"
 #include "core/model/fp8.hpp"
+#include "core/model/passes.hpp"
 #include "core/model/ranks.hpp"
 #include "core/model/streams.hpp"
 #include "core/resources.hpp"
@@ -96,8 +97,9 @@ void OwnTensors::allocate(Arena& arena, const ModelSpec& spec, DType dtype, cons
   for (auto& s : settings)
     arena.allocate(s, extents(slots * std::int64_t(sizeof(SlotSampling) / sizeof(std::int32_t))), DType::i32);
   arena.allocate(final_norm, extents(most_tokens(options), spec.shape.hidden_size), dtype);
-  if (spec.ranks > 1)
-    arena.allocate(head_part, extents(std::min(slots, Model::kRankHeadRows), vocab / spec.ranks), dtype);
+  if (const std::int64_t rows = rank_head_rows(spec); rows > 0 && slots <= Model::kRankHeadRows)
+    for (LogitsBuffer b : {LogitsBuffer::even_steps, LogitsBuffer::odd_steps})
+      arena.allocate(head_parts[std::size_t(b)], extents(slots, rows), dtype);
   for (AnyView<2>& l : logits) arena.allocate(l, extents(slots, vocab), dtype);
   arena.allocate(prompt_logits, extents(std::min(slots, kPassLogits), vocab), dtype);
 }

@@ -46,8 +46,8 @@ class Model final : public ModelRunner, public ExactRuns {
     PageSizes pool() const { return pages == 0 ? PageSizes{} : PageSizes{pages, page_entries}; }
   };
 
-  /// Of ranks that share a model: steps of up to so many slots divide the LM head's rows among them. A larger step's
-  /// logits take longer to exchange than each rank takes to make them all.
+  /// Of ranks that share a model: with up to so many slots they divide the LM head's rows of a step among them. More
+  /// slots' logits take longer to exchange than each rank takes to make them all.
   static constexpr std::int64_t kRankHeadRows = 64;
 
   /// The fastest impl that takes these options on a GPU of this kind, by its measured bounds. A pure function of its

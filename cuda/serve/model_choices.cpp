@@ -115,6 +115,7 @@ std::string Model::State::first_nan(std::int64_t slot) {
 
 Result<Tensor> Model::State::fetch_logits(std::int64_t slot) {
   CF_TRY(pipeline.restore(slot));
+  CF_TRY(gather_logits(pipeline.buffer_of(slot), slot));
   Tensor row(workspace.activation(), {spec.shape.vocab_size});
   CF_TRY(copy_to_host(context, row.data(), logits_of_slot(slot).data, std::size_t(row.size_bytes())));
   return row;
@@ -138,7 +139,9 @@ Status Model::State::copy_logits(std::span<const std::int64_t> slots, std::span<
           rows[end].data != rows_of(rows[i], next).data)
         break;
     }
-    CF_TRY(copy_rows(rows[i], rows_of(first, 0, std::int64_t(end - i)), on_device));
+    const auto count = std::int64_t(end - i);
+    CF_TRY(gather_logits(pipeline.buffer_of(slots[i]), slots[i], count));
+    CF_TRY(copy_rows(rows[i], rows_of(first, 0, count), on_device));
   }
   return {};
 }

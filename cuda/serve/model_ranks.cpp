@@ -14,6 +14,9 @@ namespace cf::cuda {
 
 Status Model::State::prepare_prompts() {
   if (!context.peers()) return {};
+  if (LaunchList launches(context); is_divided(LogitsBuffer::even_steps))
+    for (const std::int64_t count : {std::int64_t(1), options.slots})
+      CF_TRY(add_gather(LogitsBuffer::even_steps, 0, count, launches));
   const std::int64_t most = most_tokens();
   for (const std::int64_t tokens :
        {most, std::int64_t(1024), std::int64_t(512), std::int64_t(257), std::int64_t(129), std::int64_t(65),
@@ -43,6 +46,22 @@ Status Model::State::prepare_prompts() {
       }
     }
   return from_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+Status Model::State::add_gather(LogitsBuffer buffer, std::int64_t slot, std::int64_t count,
+                                LaunchList& launches) const {
+  const AnyView<2> part = rows_of(head_parts[std::size_t(buffer)], slot, count);
+  return prepare(ops::AllGather::Args{.x = {part.data, {1, count, part.shape[1]}, part.dtype},
+                                      .y = rows_of(logits_at(buffer), slot, count),
+                                      .ranks = spec.ranks},
+                 launches);
+}
+
+Status Model::State::gather_logits(LogitsBuffer buffer, std::int64_t slot, std::int64_t count) {
+  if (!is_divided(buffer)) return {};
+  LaunchList launches(context);
+  CF_TRY(add_gather(buffer, slot, count, launches));
+  return launches.submit(stream.get(), {.early = context.overlap()});
 }
 
 Status Model::State::meet() { return meet_ranks(context); }

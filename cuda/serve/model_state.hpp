@@ -76,7 +76,9 @@ struct OwnTensors {
   View<std::int32_t, 1> pass_rows;                     // (tokens of a pass): those whose logits are made
   View<std::int32_t, 1> prompt_lengths, chosen;        // (slots)
   AnyView<2> final_norm;
-  AnyView<2> head_part;  // (slots, kRankHeadRows at most, vocab / ranks), of a rank: the logits that it makes of a step
+  /// (slots, vocab / ranks), of a rank that makes a part of the head: its logits of a step. Rows of `logits` are put
+  /// together from the ranks' parts when they are asked for.
+  std::array<AnyView<2>, kLogitsBuffers> head_parts;
   // (slots, kPassLogits at most, vocab). The head writes here and not into a slot's row of `logits`, whose address is
   // not aligned for every vocab.
   AnyView<2> prompt_logits;
@@ -312,6 +314,12 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Result<std::int32_t> chosen_id(const Draw& draw);
   std::string first_nan(std::int64_t slot);
   AnyView<2> logits_at(LogitsBuffer buffer) const { return logits[std::size_t(buffer)]; }
+  /// Whether a buffer's logits lie in parts on the ranks.
+  bool is_divided(LogitsBuffer buffer) const { return head_parts[std::size_t(buffer)].data != nullptr; }
+  /// Adds the launch that puts the parts of `count` slots' logits side by side.
+  Status add_gather(LogitsBuffer buffer, std::int64_t slot, std::int64_t count, LaunchList& launches) const;
+  /// Puts it onto the stream, where the logits lie in parts. All ranks make the same call.
+  Status gather_logits(LogitsBuffer buffer, std::int64_t slot, std::int64_t count = 1);
   AnyView<2> logits_of_slot(std::int64_t slot) const { return rows_of(logits_at(pipeline.buffer_of(slot)), slot); }
   Result<Tensor> fetch_logits(std::int64_t slot);
 

@@ -6,6 +6,7 @@
 #include "core/model/passes.hpp"
 #include "cuda/comm/peers.hpp"
 #include "cuda/model/arena.hpp"
+#include "cuda/ops/ranks/choose.hpp"
 #include "cuda/serve/model_state.hpp"
 #include "cuda/step/capture.hpp"
 #include "cuda/step/graph.hpp"
@@ -55,14 +56,16 @@ Status Model::State::prepare_layers() {
 Status Model::State::prepare_steps() {
   for (std::size_t i = 0; i < kLogitsBuffers; ++i) {
     LaunchList launches(context);
-    CF_TRY(prepare(
-        SampleArgs{.logits = logits[i],
-                   .settings = reinterpret_cast<const SlotSampling*>(settings[i].data),
-                   .positions = LogitsBuffer(i) == LogitsBuffer::prompts ? prompt_lengths.data : step.kv_len.data,
-                   .seen = reinterpret_cast<std::uint32_t*>(seen.data),
-                   .chosen = chosen.data,
-                   .told = told.get()},
-        launches));
+    const SampleArgs choice{
+        .logits = logits[i],
+        .settings = reinterpret_cast<const SlotSampling*>(settings[i].data),
+        .positions = LogitsBuffer(i) == LogitsBuffer::prompts ? prompt_lengths.data : step.kv_len.data,
+        .seen = reinterpret_cast<std::uint32_t*>(seen.data),
+        .chosen = chosen.data,
+        .told = told.get()};
+    CF_TRY(is_divided(LogitsBuffer(i))
+               ? prepare(RankChoiceArgs{.choice = choice, .part = head_parts[i], .logits = logits[i]}, launches)
+               : prepare(choice, launches));
     sample.push_back(std::move(launches));
     sent[i].resize(std::size_t(options.slots));
   }
@@ -120,9 +123,10 @@ Status Model::State::for_each_outer_site(LogitsBuffer to, std::int64_t slots, Ad
   std::vector<LayerCache> caches;
   const ModelTensors t = tensors(0, {.batch = slots}, arrays, rows_of(logits_at(to), 0, slots), caches);
   CF_TRY_ASSIGN(Program program, record_model(spec, weights.model_weights(), t));
-  if (context.peers()) program = with_rank_head(std::move(program), spec, context.peers()->rank, head_part);
+  if (is_divided(to))
+    program = with_rank_head(std::move(program), spec, context.peers()->rank, head_parts[std::size_t(to)]);
   for (const Node& node : program.nodes)
-    if (node.at.layer < 0)
+    if (node.at.layer < 0 && !std::holds_alternative<ops::AllGather::Args>(node.call))  // gather_logits()
       CF_TRY(std::visit([&](const auto& args) { return name_site(node.at, add(node.at.site, args)); }, node.call));
   return {};
 }
@@ -147,7 +151,9 @@ Result<GraphExec> Model::State::dataflow_step(LogitsBuffer to, Start start, std:
   const auto record = [&](DataflowCapture& graph) -> Status {
     if (start == Start::chooses) {
       const LogitsBuffer from = other_buffer(to);
-      const void *const reads[] = {logits_at(from).data, step.kv_len.data}, *const writes[] = {chosen.data};
+      // The logits that are put together from parts are nobody else's to read in a step.
+      const void* const made = is_divided(from) ? head_parts[std::size_t(from)].data : logits_at(from).data;
+      const void *const reads[] = {made, step.kv_len.data}, *const writes[] = {chosen.data};
       CF_TRY(graph.add(reads, writes, sample[std::size_t(from)], true));
     }
     if (start != Start::placed) {
@@ -212,6 +218,7 @@ Status Model::State::run(Start start, LogitsBuffer to) {
 }
 
 Status Model::State::keep(std::int64_t slot, LogitsBuffer from, std::int64_t length) {
+  CF_TRY(gather_logits(from, slot));
   const AnyView<2> row = rows_of(logits_at(from), slot), to = rows_of(logits_at(LogitsBuffer::prompts), slot);
   CF_TRY(copy_async(to.data, row.data, std::size_t(row.bytes()), cudaMemcpyDeviceToDevice, stream.get()));
   const auto entries = std::int32_t(length);

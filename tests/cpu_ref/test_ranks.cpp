@@ -1,16 +1,22 @@
 // Ranks that share a model, on the oracle: their programs, run beside each other with a sum at each all_reduce, compute
 // what the whole model computes.
+#include <algorithm>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
+#include <random>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "core/compare.hpp"
 #include "core/model/passes.hpp"
 #include "core/model/ranks.hpp"
+#include "core/rank_choice.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/model.hpp"
+#include "cpu_ref/sample.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/held_port.hpp"
 #include "tests/support/rank_process.hpp"
@@ -252,6 +258,85 @@ TEST_CASE("A rank's head makes its rows of the vocabulary, where the ranks divid
   CHECK(nodes_added(64, 2, 2) == 0);  // of three rows
   CHECK(nodes_added(66, 3, 4) == 0);
   CHECK(nodes_added(48, 3, 4) == 0);  // 12 ids a rank
+}
+
+namespace {
+
+constexpr std::int32_t kNone = -1;
+
+/// What ranks choose by one word each, where each has a part of the row: the order key of its best token.
+std::int32_t chosen_by_words(std::span<const float> row, std::int64_t ranks) {
+  const std::size_t width = row.size() / std::size_t(ranks);
+  std::uint64_t highest = 0;
+  for (std::size_t first = 0; first < row.size(); first += width) {
+    std::uint64_t own = 0;
+    for (std::size_t i = 0; i < width; ++i) own = std::max(own, sampling::logit_key(row[first + i], std::int32_t(i)));
+    highest = std::max(highest, sampling::key_among_all(own, std::int32_t(first)));
+  }
+  return sampling::id_of_highest(highest, kNone);
+}
+
+/// What the sampler chooses among the whole row.
+std::int32_t chosen_by_sampler(std::span<const float> row) {
+  const auto id = cpu_ref::sample(row, Sampling{}, {}, 0, 0);
+  return id ? *id : kNone;
+}
+
+}  // namespace
+
+TEST_CASE("Ranks choose by one word each what the sampler chooses among all logits, in every family", "[ranks]") {
+  for (const ModelConfig& m : divisible_models())
+    for (const std::int64_t ranks : {2, 4}) {
+      INFO(m.name << ", " << ranks << " ranks");
+      Ranks r(m, ranks, {}, 2, 3, DType::f32);
+      run_ranks(r.parts);
+      for (const auto& part : r.parts) {
+        const AnyView<2> logits = part->tensors.logits;
+        for (std::int64_t row = 0; row < logits.shape[0]; ++row) {
+          const auto width = std::size_t(logits.shape[1]);
+          const std::span<const float> values(static_cast<const float*>(logits.data) + std::size_t(row) * width, width);
+          CHECK(chosen_by_words(values, ranks) == chosen_by_sampler(values));
+        }
+      }
+    }
+}
+
+TEST_CASE("Of equal logits on several ranks the lowest id is chosen, and none beside NaN or infinity", "[ranks]") {
+  constexpr float infinity = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  constexpr std::size_t vocab = 64;
+  std::vector<float> row(vocab, -1);
+  const auto check = [&](std::int32_t expected) {
+    CHECK(chosen_by_sampler(row) == expected);
+    for (const std::int64_t ranks : {1, 2, 4, 8}) {
+      INFO(ranks);
+      CHECK(chosen_by_words(row, ranks) == expected);
+    }
+  };
+  check(0);  // all are equal
+  row[63] = row[40] = row[17] = 3;
+  check(17);
+  row[16] = 3;
+  check(16);
+  row[63] = 4;
+  check(63);
+  row.assign(vocab, -2);
+  row[33] = 0, row[50] = -0.f, row[20] = -0.f;
+  check(20);  // -0 is no less than 0
+  row.assign(vocab, -infinity);
+  check(kNone);
+  row[45] = -1e30f;
+  check(45);
+  for (const float refused : {infinity, nan})
+    for (const std::size_t at : {0, 31, 32, 63}) {
+      row.assign(vocab, 5);
+      row[at] = refused;
+      check(kNone);
+    }
+  std::mt19937 random(1);
+  for (int i = 0; i < 2000; ++i) {
+    for (float& x : row) x = float(int(random() % 9) - 4);
+    check(chosen_by_sampler(row));
+  }
 }
 
 TEST_CASE("What goes wrong between ranks shows", "[ranks][mutations]") {

@@ -1,14 +1,18 @@
 // Ranks that share a model, on several GPUs; and their exchanges on one GPU, too, through the same code.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <random>
 #include <span>
 #include <vector>
 
 #include "cpu_ref/cpu_ref.hpp"
+#include "cpu_ref/sample.hpp"
 #include "cuda/comm/communicator.hpp"
+#include "cuda/ops/ranks/choose.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "cuda/runtime/stream.hpp"
@@ -154,6 +158,138 @@ void check_gathers(int ranks, bool on_one) {
     }
 }
 
+/// Rows of logits with equal highest ones on several ranks, and what no id can be chosen among.
+Tensor hostile_logits(DType dtype, std::int64_t slots, std::int64_t vocab, std::uint64_t seed) {
+  Tensor t(DType::f32, {slots, vocab});
+  fill_procedural(t.data(), DType::f32, 0, t.size(), ProceduralKind::activation, seed, "logits");
+  constexpr float infinity = std::numeric_limits<float>::infinity();
+  std::mt19937_64 random(seed);
+  for (std::int64_t slot = 0; slot < slots; ++slot) {
+    float* const row = t.as<float>() + slot * vocab;
+    const auto anywhere = [&]() -> float& { return row[random() % std::uint64_t(vocab)]; };
+    switch (random() % 8) {
+      case 0: anywhere() = infinity; break;
+      case 1: anywhere() = std::numeric_limits<float>::quiet_NaN(); break;
+      case 2: std::fill_n(row, vocab, -infinity); break;
+      case 3: std::fill_n(row, vocab, -infinity), anywhere() = -3; break;
+      case 4: std::fill_n(row, vocab, -1.f), anywhere() = 0.f, anywhere() = -0.f; break;
+      case 5: row[vocab - 1] = 40; break;
+      default:
+        for (int i = 0; i < 4; ++i) anywhere() = 20;
+    }
+  }
+  return t.converted(dtype);
+}
+
+/// How slots choose in turn: the highest logit, draws, with a penalty, and not at all.
+Sampling sampling_of(std::int64_t slot, std::uint64_t seed) {
+  switch ((std::uint64_t(slot) + seed) % 5) {
+    case 0: return {.temperature = 0.8, .top_k = 5, .seed = seed};
+    case 1: return {.temperature = 1.3, .top_p = 0.9, .min_p = 0.01, .seed = seed};
+    case 2: return {.repetition_penalty = 1.3};
+    default: return {};
+  }
+}
+
+void check_choices(int ranks, bool on_one) {
+  if (!on_one && lacks_gpus(ranks)) return;
+  constexpr std::int64_t most_slots = 64, most_width = 16032;
+  Parts p(devices_of(ranks, on_one), most_slots * most_width * ranks * 4);
+  std::uint64_t seed = 1;
+  for (DType dtype : {DType::f16, DType::bf16, DType::f32})
+    for (const auto& [slots, width] : {std::pair{1, 8}, {1, 16032}, {5, 176}, {64, 1000}, {64, 16032}}) {
+      const std::int64_t vocab = ranks * width, words = cuda::seen_words(vocab);
+      CAPTURE(ranks, on_one, to_string(dtype), slots, width, ++seed);
+      const Tensor logits = hostile_logits(dtype, slots, vocab, seed);
+      const Ids history = {0, std::int32_t(width - 1), std::int32_t(vocab - 1)};
+      std::vector<cuda::SlotSampling> settings;
+      std::vector<std::uint32_t> seen(std::size_t(slots * words), 0);
+      std::vector<std::int32_t> positions, expected;
+      for (std::int64_t slot = 0; slot < slots; ++slot) {
+        const Sampling s = sampling_of(slot, seed);
+        const bool idle = (std::uint64_t(slot) + seed) % 5 == 4 && slots > 1;
+        settings.push_back({.rule = s.rule(),
+                            .sequence = std::uint64_t(slot) * 7,
+                            .chooses = idle ? 0 : 1,
+                            .penalises = s.repetition_penalty != 1 ? 1 : 0});
+        positions.push_back(std::int32_t(slot == 3 ? -1 : 11 * slot));
+        for (const std::int32_t id : history) seen[std::size_t(slot * words + id / 32)] |= 1u << id % 32;
+        std::vector<float> row;
+        for (std::int64_t i = 0; i < vocab; ++i)
+          row.push_back(float(load_element(logits.data(), dtype, slot * vocab + i)));
+        const auto id = cpu_ref::sample(std::span<const float>(row), s, history, std::uint64_t(slot) * 7,
+                                        std::max(0, positions.back()));
+        expected.push_back(idle ? -77 : id && positions.back() >= 0 ? *id : cuda::kNoToken);
+      }
+      struct OnRank {
+        cuda::DeviceMemory part, logits, settings, positions, seen, chosen;
+      };
+      std::vector<OnRank> on;
+      const auto copied = [](const cuda::Context& c, const void* from, std::size_t bytes) {
+        cuda::DeviceMemory memory = taken(cuda::DeviceMemory::create(c, bytes, "test"));
+        require_ok(cuda::copy_to_device(c, memory.data(), from, bytes));
+        return memory;
+      };
+      const std::int64_t row_bytes = width * std::int64_t(size_bytes(dtype));
+      const std::vector<std::int32_t> untouched(std::size_t(slots), -77);
+      const std::vector<std::byte> nothing(std::size_t(logits.size_bytes()), std::byte(0xff));
+      for (std::size_t rank = 0; rank < p.ranks.size(); ++rank) {
+        const RankPart& r = p.ranks[rank];
+        require_cuda(cudaSetDevice(r.context.device()));
+        std::vector<std::byte> part;
+        for (std::int64_t slot = 0; slot < slots; ++slot) {
+          const auto* from =
+              static_cast<const std::byte*>(logits.data()) + (slot * ranks + std::int64_t(rank)) * row_bytes;
+          part.insert(part.end(), from, from + row_bytes);
+        }
+        on.push_back({copied(r.context, part.data(), part.size()), copied(r.context, nothing.data(), nothing.size()),
+                      copied(r.context, settings.data(), settings.size() * sizeof settings[0]),
+                      copied(r.context, positions.data(), positions.size() * 4),
+                      copied(r.context, seen.data(), seen.size() * 4),
+                      copied(r.context, untouched.data(), untouched.size() * 4)});
+      }
+      for (std::size_t rank = 0; rank < p.ranks.size(); ++rank) {
+        RankPart& r = p.ranks[rank];
+        const OnRank& m = on[rank];
+        require_cuda(cudaSetDevice(r.context.device()));
+        cuda::LaunchList launches(r.context);
+        require_ok(cuda::prepare(
+            cuda::RankChoiceArgs{.choice = {.logits = {},
+                                            .settings = reinterpret_cast<const cuda::SlotSampling*>(m.settings.data()),
+                                            .positions = reinterpret_cast<const std::int32_t*>(m.positions.data()),
+                                            .seen = reinterpret_cast<std::uint32_t*>(m.seen.data()),
+                                            .chosen = reinterpret_cast<std::int32_t*>(m.chosen.data())},
+                                 .part = {m.part.data(), {slots, width}, dtype},
+                                 .logits = {m.logits.data(), {slots, vocab}, dtype}},
+            launches));
+        require_ok(launches.submit(r.stream.get(), {.early = r.context.overlap()}));
+      }
+      p.synchronize();
+      require_ok(p.communicator->status());
+      for (std::size_t rank = 0; rank < p.ranks.size(); ++rank) {
+        require_cuda(cudaSetDevice(p.ranks[rank].context.device()));
+        std::vector<std::int32_t> chosen(static_cast<std::size_t>(slots));
+        require_cuda(cudaMemcpy(chosen.data(), on[rank].chosen.data(), chosen.size() * 4, cudaMemcpyDeviceToHost));
+        CHECK(chosen == expected);
+        std::vector<std::uint32_t> marked(seen.size());
+        require_cuda(cudaMemcpy(marked.data(), on[rank].seen.data(), marked.size() * 4, cudaMemcpyDeviceToHost));
+        std::vector<std::uint32_t> should = seen;
+        for (std::size_t slot = 0; slot < settings.size(); ++slot)
+          if (settings[slot].penalises && expected[slot] >= 0)
+            should[slot * std::size_t(words) + std::size_t(expected[slot]) / 32] |= 1u << expected[slot] % 32;
+        CHECK(marked == should);
+        std::vector<std::byte> rows(nothing.size());
+        require_cuda(cudaMemcpy(rows.data(), on[rank].logits.data(), rows.size(), cudaMemcpyDeviceToHost));
+        for (std::size_t slot = 0; slot < settings.size(); ++slot) {
+          const std::size_t bytes = std::size_t(row_bytes * ranks), at = slot * bytes;
+          const bool by_word = settings[slot].chooses == 0 || cuda::takes_highest(settings[slot]);
+          const void* const whole = by_word ? nothing.data() : static_cast<const std::byte*>(logits.data()) + at;
+          CHECK(std::memcmp(rows.data() + at, whole, bytes) == 0);
+        }
+      }
+    }
+}
+
 void check_delays(int ranks, bool on_one, int runs) {
   if (!on_one && lacks_gpus(ranks)) return;
   constexpr std::int64_t most = 257 * 5120 * 2;
@@ -220,6 +356,40 @@ TEST_CASE("all_gather between ranks copies every rank's part", "[gpu][ranks]") {
   check_gathers(2, true);
   check_gathers(2, false);
   check_gathers(4, false);
+}
+
+TEST_CASE("Ranks that each have a part of the logits choose what one GPU chooses among all", "[gpu][ranks][small]") {
+  check_choices(2, true);
+  check_choices(4, true);
+  check_choices(2, false);
+  check_choices(4, false);
+}
+
+TEST_CASE("Ranks refuse to choose among parts that are not theirs", "[gpu][ranks]") {
+  Parts p(devices_of(2, true), 1 << 16);
+  RankPart& r = p.ranks[0];
+  const auto refused = [&](const cuda::Context& context, std::int64_t slots, std::int64_t width, std::int64_t vocab) {
+    auto* const words = reinterpret_cast<std::int32_t*>(r.y.data());
+    cuda::LaunchList launches(context);
+    return cuda::prepare(
+        cuda::RankChoiceArgs{.choice = {.logits = {},
+                                        .settings = reinterpret_cast<const cuda::SlotSampling*>(r.y.data()),
+                                        .positions = words,
+                                        .seen = reinterpret_cast<std::uint32_t*>(words),
+                                        .chosen = words},
+                             .part = {r.x.data(), {slots, width}, DType::f16},
+                             .logits = {r.y.data(), {slots, vocab}, DType::f16}},
+        launches);
+  };
+  constexpr Code bad = Code::invalid_argument;
+  require_ok(refused(r.context, 2, 64, 128));
+  CHECK(refusal_fault(refused(taken(cuda::Context::create(0)), 2, 64, 128), bad, {"expected a rank's context"}) == "");
+  CHECK(refusal_fault(refused(r.context, 2, 64, 129), bad, {"2 ranks must divide vocab, got 129"}) == "");
+  CHECK(refusal_fault(refused(r.context, 2, 72, 128), bad, {"choose: 'part' has shape"}) == "");
+  CHECK(refusal_fault(refused(r.context, 2, 60, 120), Code::unimplemented,
+                      {"rows of a multiple of 16 bytes, got 120"}) == "");
+  CHECK(refusal_fault(refused(r.context, 129, 64, 128), bad, {"the 128 slots whose logits the ranks can exchange"}) ==
+        "");
 }
 
 TEST_CASE("all_reduce makes the same bits a thousand times, whichever rank is late", "[gpu][ranks]") {
@@ -302,6 +472,54 @@ TEST_CASE("Ranks that divide the LM head give the oracle's logits within the bud
       CAPTURE(slot, i, error->rel_l2, budget.rel_l2, error->rel_max, budget.rel_max);
       CHECK(error->within(budget));
     }
+  }
+}
+
+TEST_CASE("Ranks that divide the LM head choose what the sampler chooses among their logits", "[gpu][ranks]") {
+  const int ranks = GENERATE(2, 4);
+  if (lacks_gpus(ranks)) return;
+  const Impl impl = GENERATE(Impl::unfused, Impl::graph);
+  CAPTURE(ranks, to_string(impl));
+  ModelConfig m = small_config();
+  m.vocab_size = 352;
+  const Small small(DType::f16, {}, m);
+  const auto model = taken(RankedModel::create(devices_of(ranks, false), "small", small.config, small.weights->weights,
+                                               {.slots = 4, .capacity = 96, .impl = impl}));
+  std::vector<Ids> ids;
+  for (std::int64_t slot = 0; slot < 4; ++slot) {
+    ids.push_back(ids_of(5 + slot, std::uint64_t(slot)));
+    require_ok(model->prefill(slot, 0, ids.back()));
+  }
+  const auto expected_of = [&](const ModelRunner::Draw& d) {
+    const Tensor row = taken(model->logits(d.slot)).converted(DType::f32);
+    return taken(cpu_ref::sample(std::span<const float>(row.as<float>(), std::size_t(row.size())), d.sampling,
+                                 d.history, d.sequence, d.position));
+  };
+  for (int i = 0; i < 20; ++i) {
+    CAPTURE(i);
+    // Slot 1 waits at times: its logits are kept while others go on.
+    std::vector<ModelRunner::Draw> draws;
+    for (std::int64_t slot = 0; slot < 4; ++slot) {
+      const bool draws_drawn = i / 5 % 2 == 1;  // greedy steps and drawn ones in turn
+      const Ids& history = ids[std::size_t(slot)];
+      if (slot != 1 || i % 3 == 2)
+        draws.push_back({.slot = slot,
+                         .sampling = draws_drawn ? sampling_of(slot, std::uint64_t(i)) : Sampling{},
+                         .sequence = std::uint64_t(slot),
+                         .position = std::int64_t(history.size()),
+                         .history = history});
+    }
+    std::vector<std::int32_t> expected, chosen;
+    if (i % 2)
+      for (const auto& d : draws) expected.push_back(expected_of(d));
+    for (Result<std::int32_t>& id : model->choose(draws)) chosen.push_back(taken(std::move(id)));
+    if (i % 2 == 0)
+      for (const auto& d : draws) expected.push_back(expected_of(d));
+    CHECK(chosen == expected);
+    std::vector<ModelRunner::Token> tokens;
+    for (std::size_t d = 0; d < draws.size(); ++d) tokens.push_back({draws[d].slot, chosen[d], draws[d].position});
+    for (std::size_t d = 0; d < draws.size(); ++d) ids[std::size_t(draws[d].slot)].push_back(chosen[d]);
+    require_ok(model->step(tokens));
   }
 }
 

@@ -57,7 +57,7 @@ ROOMS = {
     "cuda/ops/linear/tiles": [*PRODUCT, "cuda/ops/linear/wgmma"],
     "cuda/ops/linear": [*OP_FAMILY, "cuda/ops/linear/*"],
     "cuda/ops/norm": OP_FAMILY,
-    "cuda/ops/ranks": [*OP_FAMILY, "cuda/comm"],
+    "cuda/ops/ranks": [*OP_FAMILY, "cuda/ops/sample", "cuda/comm"],
     "cuda/ops/rope": OP_FAMILY,
     "cuda/ops/sample": OP_FAMILY,
     "cuda/ops/ln_qkv": [*OP_FAMILY, "cuda/ops/linear/*", "cuda/ops/norm"],

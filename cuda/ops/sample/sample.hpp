@@ -2,6 +2,7 @@
 // The sampler. cpu_ref/sample.hpp says what it chooses; equal logits, widened to float32, get equal tokens.
 #include <cstdint>
 
+#include "core/host_device.hpp"
 #include "core/sampling.hpp"
 #include "core/view.hpp"
 #include "cuda/runtime/launch_list.hpp"
@@ -35,8 +36,15 @@ struct SampleArgs {
   std::int32_t* told = nullptr;  // (slots) in the host's memory, or null: the same, for a host that polls
 };
 
-/// Adds the launch that chooses the tokens of all slots. Refuses, by name, what is null, misaligned or not in the
-/// device's memory, and a vocabulary outside 1 to sampling::kMostTokens.
+/// Whether a slot's token is the one of the highest logit itself.
+CF_HD inline bool takes_highest(const SlotSampling& s) {
+  return s.rule.top_k == 1 && s.rule.temperature == 1 && s.penalises == 0;
+}
+
+/// Refuses, by name, what is null, misaligned or not in the device's memory, and a vocabulary outside 1 to
+/// sampling::kMostTokens.
+Status check(const SampleArgs&, const LaunchList&);
+/// Adds the launch that chooses the tokens of all slots. Refuses what check() refuses.
 /// A greedy slot reads its logits once. With cut-offs a slot reads them up to a dozen times, from the caches.
 Status prepare(const SampleArgs&, LaunchList&);
 
