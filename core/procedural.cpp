@@ -8,7 +8,9 @@
 #include <string>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "core/fp8.hpp"
 
@@ -64,6 +66,36 @@ void fill_gptq(Tensor& t, WeightFormat format, std::uint64_t seed, std::string_v
   }
 }
 
+int most_threads() { return int(std::clamp(std::thread::hardware_concurrency(), 1u, 16u)); }
+
+/// Does work on a thread of its own; where it makes few bytes, or where there is no thread, when it is asked for.
+template <class Make>
+std::future<std::invoke_result_t<Make>> begin(const Make& make, std::int64_t bytes) {
+  if (bytes >= (1 << 19)) {
+    try {
+      return std::async(std::launch::async, make);
+    } catch (const std::system_error&) {
+    }
+  }
+  return std::async(std::launch::deferred, make);
+}
+
+/// fill_procedural() of a whole tensor, where it is large on several threads.
+void fill_on_threads(Tensor& t, ProceduralKind kind, std::uint64_t seed, std::string_view name, int threads) {
+  constexpr std::int64_t least = 1 << 19;  // elements of a part
+  const std::int64_t parts = std::clamp<std::int64_t>(t.size() / least, 1, threads);
+  const std::int64_t part = (t.size() + parts - 1) / parts;
+  std::vector<std::future<void>> made;
+  for (std::int64_t first = 0; first < t.size(); first += part) {
+    const auto fill = [&, first] {
+      fill_procedural(static_cast<std::byte*>(t.data()) + first * std::int64_t(size_bytes(t.dtype())), t.dtype(), first,
+                      std::min(part, t.size() - first), kind, seed, name);
+    };
+    made.push_back(begin(fill, first == 0 ? 0 : part * std::int64_t(size_bytes(t.dtype()))));
+  }
+  for (std::future<void>& f : made) f.get();
+}
+
 /// Makes every Linear a GPTQ weight of this format, still without tensors. A format of 0 bits leaves them dense.
 void mark_quantised(const ModelSpec& m, WeightFormat format, LayerWeights& weights) {
   if (!format.bits) return;
@@ -75,12 +107,12 @@ void mark_quantised(const ModelSpec& m, WeightFormat format, LayerWeights& weigh
 /// Makes the weight that spec names, and points the view to it.
 template <class V, class Extents>
 Tensor make_weight(const TensorSpec& spec, V& view, const Extents& shape, DType dense, std::uint64_t seed,
-                   WeightFormat linears) {
+                   WeightFormat linears, int threads = 1) {
   const DType dtype = dtype_of_view<V>(dense);
   Tensor t(dtype, Shape(shape.begin(), shape.end()));
   if (is_weight(spec.role)) {
-    fill_procedural(t.data(), dtype, 0, t.size(),
-                    spec.role == Role::gain ? ProceduralKind::gain : ProceduralKind::weight, seed, spec.name);
+    const auto kind = spec.role == Role::gain ? ProceduralKind::gain : ProceduralKind::weight;
+    fill_on_threads(t, kind, seed, spec.name, threads);
   } else {
     fill_gptq(t, linears, seed, spec.name);
   }
@@ -88,23 +120,17 @@ Tensor make_weight(const TensorSpec& spec, V& view, const Extents& shape, DType 
   return t;
 }
 
+/// A tensor's name without the model's base.
+std::string_view name_in_model(const ModelSpec& m, std::string_view name) {
+  if (const std::string_view base = names_of(m).base(); name.starts_with(base)) name.remove_prefix(base.size());
+  return name;
+}
+
 /// A tensor that is being made, and its bytes.
 struct Ahead {
   std::int64_t bytes = 0;
   std::future<Tensor> tensor;
 };
-
-/// Makes a tensor on a thread of its own; a small one, or where there is no thread, when it is asked for.
-template <class Make>
-std::future<Tensor> begin(const Make& make, std::int64_t bytes) {
-  if (bytes >= (1 << 19)) {
-    try {
-      return std::async(std::launch::async, make);
-    } catch (const std::system_error&) {
-    }
-  }
-  return std::async(std::launch::deferred, make);
-}
 
 /// Adds up the tensors' checksums, each times its number, from 1 on.
 struct ChecksumInOrder {
@@ -155,12 +181,12 @@ std::uint64_t checksum(const void* data, std::size_t bytes) {
 }
 
 OwnedLayerWeights procedural_layer(const ModelSpec& m, DType dense, std::int64_t layer, std::uint64_t seed,
-                                   WeightFormat linears) {
+                                   WeightFormat linears, int threads) {
   OwnedLayerWeights owned;
   mark_quantised(m, linears, owned.weights);
   for_each_weight(m, owned.weights, [&](const TensorSpec& spec, auto& view, auto shape) {
     const std::string name = names_of(m).layer(layer).substr(names_of(m).base().size()) + std::string(spec.name);
-    owned.storage.push_back(make_weight({spec.role, name}, view, shape, dense, seed, linears));
+    owned.storage.push_back(make_weight({spec.role, name}, view, shape, dense, seed, linears, threads));
   });
   return owned;
 }
@@ -174,6 +200,19 @@ ModelWeights outline_model(const ModelSpec& m, DType dense, WeightFormat linears
   });
   tie_embeddings(m, outline);
   return outline;
+}
+
+OwnedModelWeights procedural_outer(const ModelSpec& m, DType dense, std::uint64_t seed, WeightFormat linears) {
+  OwnedModelWeights owned{outline_model(m, dense, linears), {}};
+  std::vector<LayerWeights> layers = std::move(owned.weights.layers);
+  owned.weights.layers.clear();
+  for_each_model_weight(m, owned.weights, [&](const TensorSpec& spec, auto& view, auto shape) {
+    owned.storage.push_back(
+        make_weight({spec.role, name_in_model(m, spec.name)}, view, shape, dense, seed, linears, most_threads()));
+  });
+  owned.weights.layers = std::move(layers);
+  tie_embeddings(m, owned.weights);
+  return owned;
 }
 
 OwnedModelWeights procedural_model(const ModelSpec& m, DType dense, std::uint64_t seed, WeightFormat linears) {
@@ -195,13 +234,12 @@ Result<OwnedModelWeights> procedural_model(const ModelSpec& m, DType dense, std:
     ahead.pop_front();
     told = progress(made_bytes, all_bytes);
   };
-  const std::size_t threads = std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, 16);
+  const auto threads = std::size_t(most_threads());
   for_each_model_weight(m, owned.weights, [&](const TensorSpec& spec, auto& view, auto shape) {
     if (told && ahead.size() == threads) take();
     if (!told) return;
-    std::string_view name = spec.name;
-    if (const std::string_view prefix = names_of(m).base(); name.starts_with(prefix)) name.remove_prefix(prefix.size());
-    const auto make = [name = std::string(name), role = spec.role, &view, shape, dense, seed, linears] {
+    const auto make = [name = std::string(name_in_model(m, spec.name)), role = spec.role, &view, shape, dense, seed,
+                       linears] {
       return make_weight({role, name}, view, shape, dense, seed, linears);
     };
     ahead.push_back({view.bytes(), begin(make, view.bytes())});

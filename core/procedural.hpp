@@ -37,8 +37,9 @@ std::uint64_t checksum(const void* data, std::size_t bytes);
 ///   qzeros   each code is one of the two integers next to the codes' mean; a bit of r chooses
 ///   scales   (1 + (n >> 3) * 2^-10) * 2^-(4 + bits): weights of sigma 0.018
 ///   g_idx    k / group_size
+/// Values of large dense tensors are made on `threads` threads, 1 or more.
 OwnedLayerWeights procedural_layer(const ModelSpec& m, DType dtype, std::int64_t layer, std::uint64_t seed,
-                                   WeightFormat linears = {});
+                                   WeightFormat linears = {}, int threads = 1);
 
 /// The procedural weights of a model. A tensor's name is that of checkpoints without its base ("gpt_neox.", "model."):
 /// the layers are those of procedural_layer(), and beside them are the embedding's, the last norm's and, where the
@@ -51,6 +52,9 @@ using WeightsProgress = std::function<Status(std::int64_t made_bytes, std::int64
 /// The same, which calls `progress` after each tensor: large models take a minute. Returns its error.
 Result<OwnedModelWeights> procedural_model(const ModelSpec& m, DType dtype, std::uint64_t seed, WeightFormat linears,
                                            const WeightsProgress& progress);
+
+/// The same without its layers' values: what lies outside the layers, beside outline_model()'s views of them.
+OwnedModelWeights procedural_outer(const ModelSpec& m, DType dtype, std::uint64_t seed, WeightFormat linears = {});
 
 /// The views of procedural_model()'s weights without memory: formats, dtypes and shapes, from which bytes are counted.
 ModelWeights outline_model(const ModelSpec& m, DType dtype, WeightFormat linears = {});

@@ -108,16 +108,18 @@ Status check_device_memory(DeviceTimer&, const std::string& name, const ModelSpe
 }
 
 Result<DeviceModel> open_device_model(DeviceTimer& device, const std::string& name, const ModelSpec& model,
-                                      const ModelWeights& weights, const DeviceModelOptions& o) {
+                                      const ModelWeights& weights, const DeviceModelOptions& o,
+                                      const LayerOf& layer_of) {
   CF_TRY_ASSIGN(const cuda::Model::Options options, model_options(o));
   if (o.gpus > 1) {
     Result<std::unique_ptr<cuda::RankedModel>> ranked =
-        cuda::RankedModel::create(devices_of(o), name, model, weights, options);
+        cuda::RankedModel::create(devices_of(o), name, model, weights, options, layer_of);
     if (!ranked) return name_impl(o, ranked.status());
     std::string impl(to_string((*ranked)->impl()));
     return DeviceModel{std::move(*ranked), std::move(impl)};
   }
-  Result<std::unique_ptr<cuda::Model>> made = cuda::Model::create(device.context(), name, model, weights, options);
+  Result<std::unique_ptr<cuda::Model>> made =
+      cuda::Model::create(device.context(), name, model, weights, options, layer_of);
   if (!made) return name_impl(o, made.status());
   std::string impl(to_string((*made)->impl()));
   return DeviceModel{std::move(*made), std::move(impl)};

@@ -2,6 +2,7 @@
 // Whole models on a GPU. Like device_timer.hpp this header holds no CUDA types, and without the CUDA backend every call
 // is an error.
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -66,11 +67,16 @@ struct DeviceModel {
   std::string impl;  // of steps
 };
 
+/// Makes a layer's weights. Called by several threads at once.
+using LayerOf = std::function<Result<OwnedLayerWeights>(std::int64_t layer)>;
+
 /// Copies the weights to the device and takes memory for cache and activations there; with several GPUs, to each its
 /// part. Refuses what cuda::Model::create() and cuda::RankedModel::create() refuse; what an impl that was asked for does
-/// not take is refused by its name.
+/// not take is refused by its name. With `layer_of` the layers of `weights` need no values: each is made when a GPU takes
+/// it.
 Result<DeviceModel> open_device_model(DeviceTimer& device, const std::string& name, const ModelSpec& model,
-                                      const ModelWeights& weights, const DeviceModelOptions& options);
+                                      const ModelWeights& weights, const DeviceModelOptions& options,
+                                      const LayerOf& layer_of = {});
 
 /// What multiplies many tokens by dense weights: cuBLASLt with its version, or in words why it does not.
 std::string product_library();

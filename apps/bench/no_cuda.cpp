@@ -33,7 +33,7 @@ Status check_device_memory(DeviceTimer&, const std::string&, const ModelSpec&, c
   return no_cuda();
 }
 Result<DeviceModel> open_device_model(DeviceTimer&, const std::string&, const ModelSpec&, const ModelWeights&,
-                                      const DeviceModelOptions&) {
+                                      const DeviceModelOptions&, const LayerOf&) {
   return no_cuda();
 }
 std::string product_library() { return {}; }

@@ -164,7 +164,7 @@ int Bench::run(const std::string& command) {
   for (const Column& c : columns) headers.push_back(c.header);
   Table table(headers);
   const std::int64_t runs = runs_.value_or(model_.cuda() ? 5 : 3), warmup = warmup_.value_or(model_.cuda() ? 2 : 1);
-  Result<RunningModel> running = load_for(model_, *std::max_element(batches_.begin(), batches_.end()), capacity);
+  Result<RunningModel> running = load_for(model_, *std::max_element(batches_.begin(), batches_.end()), capacity, false);
   if (!running) return fail(running.status());
   const checkpoint::LoadedModel& loaded = running->loaded;
   DType activation = DType::f32;

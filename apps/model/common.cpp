@@ -41,6 +41,18 @@ cpu_ref::Model::Options cpu_options(const ModelOptions& o, std::int64_t slots, s
                     slots, capacity);
 }
 
+/// Gives a preset's model the weights outside its layers, and what makes those of a layer.
+void make_layers_later(const checkpoint::ModelChoice& choice, const ModelConfig& config, RunningModel& running) {
+  auto outer =
+      std::make_shared<OwnedModelWeights>(procedural_outer(config.spec(), config.dtype, choice.seed, choice.linears));
+  running.loaded.weights = outer->weights;
+  running.loaded.owner = std::move(outer);
+  const int threads = omp_get_max_threads();
+  running.layer_of = [config, choice, threads](std::int64_t layer) -> Result<OwnedLayerWeights> {
+    return procedural_layer(config.spec(), config.dtype, layer, choice.seed, choice.linears, threads);
+  };
+}
+
 DeviceModelOptions device_options(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
   return with_cache(DeviceModelOptions{.impl = o.impl}, o, slots, capacity);
 }
@@ -138,7 +150,7 @@ checkpoint::ModelChoice choice_of(const ModelOptions& o) {
   return choice;
 }
 
-Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
+Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::int64_t capacity, bool keep_weights) {
   CF_TRY(cpu_ref::start_threads("--threads, or OMP_NUM_THREADS", o.threads));
   RunningModel running;
   // Before the weights are loaded, which may take long.
@@ -159,14 +171,17 @@ Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::in
     const auto needed = double(running.loaded.bytes());
     CF_TRY(check_total_memory(needed, config.name + ": the weights need " + gigabytes(needed)));
   }
-  std::optional<Progress> progress;
-  CF_TRY(source.fill(running.loaded, [&](std::int64_t made_bytes, std::int64_t all_bytes) {
-    if (!progress)
-      progress.emplace((source.is_checkpoint() ? "reading " : "making the weights of ") + config.name, all_bytes);
-    progress->set(made_bytes);
-    return Status();
-  }));
-  progress.reset();
+  if (o.gpus > 1 && !source.is_checkpoint() && !keep_weights) {
+    make_layers_later(choice_of(o), config, running);
+  } else {
+    std::optional<Progress> progress;
+    CF_TRY(source.fill(running.loaded, [&](std::int64_t made_bytes, std::int64_t all_bytes) {
+      if (!progress)
+        progress.emplace((source.is_checkpoint() ? "reading " : "making the weights of ") + config.name, all_bytes);
+      progress->set(made_bytes);
+      return Status();
+    }));
+  }
   print_notes(running.loaded.notes);
   if (o.window == 0 && capacity > config.max_position_embeddings)
     say(fmt::format("positions beyond max_position_embeddings {} are used as Hugging Face does, up to {}",
@@ -182,7 +197,7 @@ Status start_model(const ModelOptions& o, std::int64_t slots, std::int64_t capac
   const checkpoint::LoadedModel& l = running.loaded;
   if (running.device) {
     CF_TRY_ASSIGN(DeviceModel made, open_device_model(*running.device, l.config.name, l.config.spec(), l.weights,
-                                                      device_options(o, slots, capacity)));
+                                                      device_options(o, slots, capacity), running.layer_of));
     running.model = std::move(made.runner);
     running.impl = std::move(made.impl);
     return l.check_files();
@@ -192,7 +207,7 @@ Status start_model(const ModelOptions& o, std::int64_t slots, std::int64_t capac
 }
 
 Result<RunningModel> open_model(const ModelOptions& o, std::int64_t slots, std::int64_t capacity, bool keep_weights) {
-  CF_TRY_ASSIGN(RunningModel running, load_for(o, slots, capacity));
+  CF_TRY_ASSIGN(RunningModel running, load_for(o, slots, capacity, keep_weights));
   CF_TRY(start_model(o, slots, capacity, running));
   if (running.device && !keep_weights) running.loaded.drop_values();
   return running;

@@ -73,15 +73,17 @@ checkpoint::ModelChoice choice_of(const ModelOptions& o);
 /// A model with what runs it. Its parts end in the order that they need.
 struct RunningModel {
   checkpoint::LoadedModel loaded;       // on the CPU `model` reads these weights, on a GPU a copy of its own
+  LayerOf layer_of;                     // makes the layers that `loaded` has no values of; none where it has all
   std::shared_ptr<DeviceTimer> device;  // null on the CPU
   std::string impl;                     // of a GPU's steps
   std::unique_ptr<ModelRunner> model;
 };
 
 /// Loads the model; its runner is made by start_model(). Prints the checkpoint's notes, and on a line of stderr that
-/// positions go beyond max_position_embeddings. Refuses what ModelSource::load() refuses, and so many slots and entries
-/// that the free memory does not hold them.
-Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::int64_t capacity);
+/// positions go beyond max_position_embeddings. Of a preset that several GPUs share, the layers have no values unless the
+/// weights are kept: `layer_of` makes them one by one, since the host may hold no more than one GPU. Refuses what
+/// ModelSource::load() refuses, and so many slots and entries that the free memory does not hold them.
+Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::int64_t capacity, bool keep_weights);
 
 /// Refuses a model on the CPU whose cache and activations the free memory does not hold.
 Status check_host_memory(const ModelOptions& o, std::int64_t slots, std::int64_t capacity, const ModelConfig& config);

@@ -50,11 +50,28 @@ Budget model_budget(const ModelSpec& m, DType activation, Condition c) {
   return b += {stores, stores};
 }
 
-Status check_model_weights(const ModelSpec& m, const ModelWeights& w) {
+namespace {
+
+Status check_layer_count(const ModelSpec& m, const ModelWeights& w) {
   CF_TRY(check_model(m));
-  if (std::int64_t(w.layers.size()) != m.shape.num_layers)
-    return Status::error(Code::invalid_argument, "model: expected weights of " + std::to_string(m.shape.num_layers) +
-                                                     " layers, got " + std::to_string(w.layers.size()));
+  if (std::int64_t(w.layers.size()) == m.shape.num_layers) return {};
+  return Status::error(Code::invalid_argument, "model: expected weights of " + std::to_string(m.shape.num_layers) +
+                                                   " layers, got " + std::to_string(w.layers.size()));
+}
+
+}  // namespace
+
+Status check_outer_weights(const ModelSpec& m, const ModelWeights& w) {
+  CF_TRY(check_layer_count(m, w));
+  ModelWeights outer = w;
+  outer.layers.clear();
+  TensorCheck check("model");
+  for_each_model_weight(m, outer, check);
+  return check.status();
+}
+
+Status check_model_weights(const ModelSpec& m, const ModelWeights& w) {
+  CF_TRY(check_layer_count(m, w));
   TensorCheck check("model");
   for_each_model_weight(m, w, check);
   CF_TRY(check.status());

@@ -1,6 +1,7 @@
 #include "cuda/serve/model.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "core/cache_view.hpp"
@@ -175,15 +176,17 @@ Status Model::check_memory(const std::string& name, const ModelSpec& m, const Mo
 }
 
 Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::string& name, const ModelSpec& spec,
-                                             const ModelWeights& host, const Options& options) {
-  if (on.peers()) return create_rank(on, name, spec, host, options);
-  return create(on, name, spec, host, options, {});
+                                             const ModelWeights& host, const Options& options,
+                                             const LayerOf& layer_of) {
+  if (on.peers()) return create_rank(on, name, spec, host, options, layer_of);
+  return create_part(on, name, spec, host, options, layer_of);
 }
 
 Result<std::unique_ptr<Model>> Model::create_rank(const Context& on, const std::string& name, const ModelSpec& whole,
-                                                  const ModelWeights& host, const Options& options) {
+                                                  const ModelWeights& host, const Options& options,
+                                                  const LayerOf& layer_of) {
   const std::int64_t rank = on.peers()->rank, ranks = on.peers()->layout.ranks;
-  CF_TRY(check_model_weights(whole, host));
+  CF_TRY(layer_of ? check_outer_weights(whole, host) : check_model_weights(whole, host));
   CF_TRY(check_no_fp8(kModelName, "cuda", whole, host));
   if (options.in_place)
     return Status::error(Code::unimplemented, "model: in_place: a model on several GPUs copies its weights");
@@ -193,14 +196,20 @@ Result<std::unique_ptr<Model>> Model::create_rank(const Context& on, const std::
                              std::string(to_string(*options.impl)));
   CF_TRY_ASSIGN(const ModelSpec part, whole.of_rank(rank, ranks));
   CF_TRY_ASSIGN(const ModelWeights outline, outline_of_rank(whole, host, rank, ranks));
-  return create(on, name, part, outline, options,
-                [&](std::int64_t layer) { return layer_of_rank(whole, host.layers[std::size_t(layer)], rank, ranks); });
+  return create_part(on, name, part, outline, options, [&](std::int64_t layer) -> Result<OwnedLayerWeights> {
+    if (!layer_of) return layer_of_rank(whole, host.layers[std::size_t(layer)], rank, ranks);
+    CF_TRY_ASSIGN(OwnedLayerWeights made, layer_of(layer));
+    CF_TRY_ASSIGN(OwnedLayerWeights cut, layer_of_rank(whole, made.weights, rank, ranks));
+    // What is not copied is a view of what was made.
+    std::ranges::move(made.storage, std::back_inserter(cut.storage));
+    return cut;
+  });
 }
 
-Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::string& name, const ModelSpec& spec,
-                                             const ModelWeights& host, const Options& options,
-                                             const ResidentWeights::LayerOf& layer_of) {
-  CF_TRY(check_model_weights(spec, host));
+Result<std::unique_ptr<Model>> Model::create_part(const Context& on, const std::string& name, const ModelSpec& spec,
+                                                  const ModelWeights& host, const Options& options,
+                                                  const LayerOf& layer_of) {
+  CF_TRY(layer_of ? check_outer_weights(spec, host) : check_model_weights(spec, host));
   CF_TRY(check_no_fp8(kModelName, "cuda", spec, host));
   constexpr std::int64_t most = std::int64_t(1) << 26;
   CF_TRY(check_sizes({{"slots", options.slots, kMaxSlots}, {"chunk", options.chunk, most}}));

@@ -66,8 +66,12 @@ class Model final : public ModelRunner, public ExactRuns {
   /// what the impl does not take (Code::unimplemented).
   /// With the context of a rank (cuda/comm/communicator.hpp) the model is that rank's part, and every rank's part is
   /// asked the same at the same time: RankedModel does that. It takes the impls unfused and graph.
+  /// With `layer_of` each layer's weights are what it makes, one layer at a time: those of `weights` have formats, dtypes
+  /// and shapes, and need no values. It is called for every rank, by several threads at once.
+  using LayerOf = ResidentWeights::LayerOf;
   static Result<std::unique_ptr<Model>> create(const Context& context, const std::string& name, const ModelSpec& model,
-                                               const ModelWeights& weights, const Options& options);
+                                               const ModelWeights& weights, const Options& options,
+                                               const LayerOf& layer_of = {});
   ~Model() override;
 
   const ModelSpec& model() const override;
@@ -140,12 +144,12 @@ class Model final : public ModelRunner, public ExactRuns {
  private:
   struct State;
   explicit Model(std::unique_ptr<State> state);
-  static Result<std::unique_ptr<Model>> create(const Context& context, const std::string& name, const ModelSpec& model,
-                                               const ModelWeights& weights, const Options& options,
-                                               const ResidentWeights::LayerOf& layer_of);
+  static Result<std::unique_ptr<Model>> create_part(const Context& context, const std::string& name,
+                                                    const ModelSpec& part, const ModelWeights& weights,
+                                                    const Options& options, const LayerOf& layer_of);
   static Result<std::unique_ptr<Model>> create_rank(const Context& context, const std::string& name,
                                                     const ModelSpec& whole, const ModelWeights& weights,
-                                                    const Options& options);
+                                                    const Options& options, const LayerOf& layer_of);
   std::unique_ptr<State> state_;
 };
 

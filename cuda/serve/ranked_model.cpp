@@ -121,8 +121,9 @@ RankedModel::~RankedModel() = default;
 
 Result<std::unique_ptr<RankedModel>> RankedModel::create(std::span<const int> devices, const std::string& name,
                                                          const ModelSpec& spec, const ModelWeights& weights,
-                                                         const Model::Options& options) {
-  CF_TRY(check_model_weights(spec, weights));
+                                                         const Model::Options& options,
+                                                         const Model::LayerOf& layer_of) {
+  CF_TRY(layer_of ? check_outer_weights(spec, weights) : check_model_weights(spec, weights));
   CF_TRY(check_no_fp8("model", "cuda", spec, weights));
   CF_TRY(bytes(std::int64_t(devices.size()), spec, weights, options).status());
   CF_TRY_ASSIGN(std::unique_ptr<Communicator> communicator,
@@ -134,7 +135,8 @@ Result<std::unique_ptr<RankedModel>> RankedModel::create(std::span<const int> de
   s.communicator->set_meetings([&s](int rank) { return s.meetings.meet(std::size_t(rank)); });
   std::vector<Status> made(devices.size());
   s.on_all([&](int rank) {
-    Result<std::unique_ptr<Model>> model = Model::create(s.communicator->context(rank), name, spec, weights, options);
+    Result<std::unique_ptr<Model>> model =
+        Model::create(s.communicator->context(rank), name, spec, weights, options, layer_of);
     made[std::size_t(rank)] = model.status();
     if (model) s.models[std::size_t(rank)] = std::move(*model);
     s.meetings.end(std::size_t(rank));

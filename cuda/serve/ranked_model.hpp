@@ -21,7 +21,8 @@ class RankedModel final : public ModelRunner {
   /// Model::create() refuse: the message names the rank where it is one's alone.
   static Result<std::unique_ptr<RankedModel>> create(std::span<const int> devices, const std::string& name,
                                                      const ModelSpec& model, const ModelWeights& weights,
-                                                     const Model::Options& options);
+                                                     const Model::Options& options,
+                                                     const Model::LayerOf& layer_of = {});
   /// What create() takes on each GPU. Refuses what layer_of_rank() refuses.
   static Result<ModelBytes> bytes(std::int64_t ranks, const ModelSpec& model, const ModelWeights& weights,
                                   const Model::Options& options);

@@ -12,6 +12,7 @@
 #include "core/model/config.hpp"
 #include "core/model/examples.hpp"
 #include "core/model/layer.hpp"
+#include "core/model/model.hpp"
 #include "core/procedural.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
@@ -373,6 +374,25 @@ TEST_CASE("A procedural model's checksum is that of golden/tools/procedural.py's
     std::int64_t stored = 0;
     for (const Tensor& t : model.storage) stored += t.size_bytes();
     CHECK(weight_bytes(m, outline) == stored);
+  }
+}
+
+TEST_CASE("A procedural model's layers can be made one by one, on any number of threads, beside what lies outside them",
+          "[procedural]") {
+  ModelConfig m = *find_preset("pythia-70m");
+  m.num_hidden_layers = 2;
+  for (const WeightFormat linears : {WeightFormat{}, WeightFormat{.bits = 4, .group_size = 128}}) {
+    const OwnedModelWeights whole = procedural_model(m, DType::f16, 5, linears);
+    const OwnedModelWeights outer = procedural_outer(m, DType::f16, 5, linears);
+    CHECK(check_outer_weights(m, outer.weights));
+    CHECK_FALSE(check_model_weights(m, outer.weights));
+    CHECK(weight_bytes(m, outer.weights) == weight_bytes(m, whole.weights));
+    std::vector<OwnedLayerWeights> layers;
+    OwnedModelWeights joined{outer.weights, {}};
+    for (std::int64_t l = 0; l < 2; ++l)
+      joined.weights.layers[std::size_t(l)] =
+          layers.emplace_back(procedural_layer(m, DType::f16, l, 5, linears, l == 0 ? 3 : 16)).weights;
+    CHECK(weights_checksum(m, joined.weights) == weights_checksum(m, whole.weights));
   }
 }
 

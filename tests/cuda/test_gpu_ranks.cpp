@@ -549,6 +549,34 @@ TEST_CASE("A decoder of many slots on ranks gives the same ids on every run, sam
   for (int i = 0; i < 3; ++i) CHECK(run() == first);
 }
 
+TEST_CASE("Layers that are made one by one give the same bits as weights that lie on the host", "[gpu][ranks]") {
+  const WeightFormat linears = GENERATE(WeightFormat{}, WeightFormat{.bits = 4, .group_size = 64});
+  const Small small(DType::f16, linears);
+  const OwnedModelWeights outer = procedural_outer(small.config, DType::f16, 7, linears);
+  const Model::LayerOf layer_of = [&](std::int64_t layer) -> Result<OwnedLayerWeights> {
+    return procedural_layer(small.config, DType::f16, layer, 7, linears, 2);
+  };
+  const auto logits_of = [](ModelRunner& model) {
+    require_ok(model.prefill(0, 0, ids_of(9, 1)));
+    return row_of(model, 0);
+  };
+  const Model::Options options{.capacity = 96};
+  const auto made = taken(Model::create(context(), "small", small.config, outer.weights, options, layer_of));
+  CHECK(same_bits(logits_of(*made), logits_of(*small.model())));
+  const Status lacking = Model::create(context(), "small", small.config, outer.weights, options).status();
+  CHECK(lacking.code() == Code::invalid_argument);
+  if (lacks_gpus(2)) return;
+  const auto ranked = [&](const ModelWeights& weights, const Model::LayerOf& layers) {
+    return taken(RankedModel::create(devices_of(2, false), "small", small.config, weights, options, layers));
+  };
+  CHECK(same_bits(logits_of(*ranked(outer.weights, layer_of)), logits_of(*ranked(small.weights->weights, {}))));
+  const Status failed =
+      RankedModel::create(devices_of(2, false), "small", small.config, outer.weights, options, [](std::int64_t layer) {
+        return Result<OwnedLayerWeights>(Status::error(Code::io_error, "layer " + std::to_string(layer) + " is lost"));
+      }).status();
+  CHECK(refusal_fault(failed, Code::io_error, {"layer 0 is lost"}) == "");
+}
+
 TEST_CASE("A model on ranks gives all memory back, and takes what it says", "[gpu][ranks][alone]") {
   if (lacks_gpus(2)) return;
   const Small small(DType::f16);
