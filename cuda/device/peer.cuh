@@ -17,7 +17,7 @@ __device__ inline std::uint64_t load_of_peer(const std::uint64_t* from) {
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(bits) : "l"(from) : "memory");
   return bits;
 }
-/// Loads four words of four bytes. Each word is whole; the words have no order with each other.
+/// Loads four words of four bytes. Each word is whole; one may be older than another.
 __device__ inline uint4 load_quad_of_peer(const std::uint32_t* from) {
   uint4 bits;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"

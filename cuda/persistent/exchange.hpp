@@ -143,9 +143,9 @@ struct RankState {
   unsigned exchanges;  // layers that these launches have run
 };
 
-/// A launch on ranks has as many epochs whatever its kernel's layers: kernels of one group share their words.
+/// Each launch on ranks takes so many epochs, however few layers its kernel has: kernels of one group share their words.
 inline constexpr int kRankEpochs = kMaxPersistentLayers + 1;
-/// A layer's words are in the place of those of two layers before, which are at most two launches old.
+/// A layer's words overwrite those of two layers before, which are at most two launches old.
 static_assert(3 * kRankEpochs < 256);
 
 /// How a launch finds the words of RankExchange. All threads of a block are told.
