@@ -136,14 +136,14 @@ inline std::size_t allocate_words(Exchange& x, const ExchangeSizes& sizes, std::
   return end;
 }
 
-/// What the kernels of one rank keep in the rank's area. `grid` takes the place of Exchange::grid_state: there the other
-/// ranks can stop it. Its `launches` are those of all kernels of the rank, and as many on every rank.
+/// What the kernels of one rank keep in the rank's area. `grid` takes the place of Exchange::grid_state: there the
+/// other ranks can stop it. Its `launches` are those of all kernels of the rank, and as many on every rank.
 struct RankState {
   GridState grid;
   unsigned exchanges;  // layers that these launches have run
 };
 
-/// Each launch on ranks takes so many epochs, however few layers its kernel has: kernels of one group share their words.
+/// Each launch on ranks takes so many epochs, however few layers its kernel has: kernels of a group share their words.
 inline constexpr int kRankEpochs = kMaxPersistentLayers + 1;
 /// A layer's words overwrite those of two layers before, which are at most two launches old.
 static_assert(3 * kRankEpochs < 256);
@@ -164,8 +164,8 @@ struct RankNotice {
   }
 };
 
-/// The words that ranks make for each other: parts of the residual stream, which is their sum. A rank stores the words of
-/// its rows into every rank's area (Peers), and whoever reads the residual stream sums the words in the order of the
+/// The words that ranks make for each other: parts of the residual stream, which is their sum. A rank stores the words
+/// of its rows into every rank's area (Peers), and whoever reads the residual stream sums the words in the order of the
 /// ranks: all ranks have the same bits.
 ///
 /// Words lie in one of two places in turn, layer after layer and launch after launch. A rank that stores the words of a
