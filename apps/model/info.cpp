@@ -151,7 +151,7 @@ int Info::run() {
     return DeviceModelBytes{double(outline->bytes()), b.cache, b.workspace};
   };
   const Needs needs = device ? on_gpus(model_.gpus) : on_host;
-  // One slot that reaches as far as the model's positions, or as was asked for.
+  // A slot's capacity is what was asked for, else the model's number of positions.
   const std::int64_t entries = capacity_.value_or(m.most_positions());
   const Result<DeviceModelBytes> one = needs(1, entries), twice = needs(1, 2 * entries);
   for (const Status& s : {one.status(), twice.status()})

@@ -99,7 +99,7 @@ Budget model_budget(const ModelSpec& m, DType activation, Condition c);
 /// Refuses weights that are not those of a whole model: other than num_layers layers, or tensors of other shapes than
 /// for_each_model_weight lists.
 Status check_model_weights(const ModelSpec& m, const ModelWeights& w);
-/// The same of a model whose layers have no values yet: the number of layers, and the tensors outside them.
+/// Checks the same of weights whose layers have no values yet: the number of layers, and the tensors outside them.
 Status check_outer_weights(const ModelSpec& m, const ModelWeights& w);
 
 }  // namespace cf

@@ -106,7 +106,7 @@ Result<std::unique_ptr<Communicator>> Communicator::create(std::span<const int> 
                                              " with " + to_string(first));
   }
   void* reports = nullptr;
-  // A report of 8 bytes for each rank's exchanges, and one of 4 for its area.
+  // Each rank has two reports: 8 bytes about its exchanges, 4 about the kernels of its area.
   CF_TRY(from_cuda(cudaHostAlloc(&reports, 2 * std::size_t(ranks) * sizeof(std::uint64_t), cudaHostAllocPortable),
                    "cudaHostAlloc"));
   s.reports.reset(static_cast<std::uint64_t*>(reports));

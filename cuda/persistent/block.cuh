@@ -96,7 +96,7 @@ struct Block {
     return rank_epoch(d == Dependency::hidden ? layer + 1 : layer) ^
            (c.withheld == dependency_code(layer, d) ? 0x8080u : 0u);
   }
-  __device__ int rank_place(Dependency d, int made_in) const { return rank_notice().place(d, made_in); }
+  __device__ int rank_buffer(Dependency d, int made_in) const { return rank_notice().buffer(d, made_in); }
 
   /// Ends sequence s, which is idle from then on: nothing is appended for it, and it attends to no key. Its row of the
   /// batch is NaN.

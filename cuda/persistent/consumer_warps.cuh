@@ -62,7 +62,7 @@ class ConsumerWarps {
   /// Behind a launch's last layer: stores the block's part of the output, which the ranks have made parts of.
   __device__ void store_sums() const {
     const long count = long(c.dims.batch) * c.dims.hidden;
-    const int last = c.end_layer - 1, place = block.rank_place(Dependency::hidden, last);
+    const int last = c.end_layer - 1, buffer = block.rank_buffer(Dependency::hidden, last);
     const unsigned epoch = block.rank_epoch(c.end_layer);
 #pragma unroll 1
     for (long at = blockIdx.x * long(kConsumerThreads) + thread_index(); at < count;
@@ -74,7 +74,7 @@ class ConsumerWarps {
         block.poll(
             last, Dependency::hidden,
             [&] {
-              part = load_part(c.ranks, place, rank, at);
+              part = load_part(c.ranks, buffer, rank, at);
               return part.epoch == epoch;
             },
             [&] { return rank; });
@@ -448,7 +448,7 @@ class ConsumerWarps {
   /// The same of what the ranks have made parts of in layer `made_in`.
   __device__ float sum_of(Dependency d, int made_in, long at) const {
     const RankExchange& x = c.ranks;
-    const int place = block.rank_place(d, made_in);
+    const int buffer = block.rank_buffer(d, made_in);
     const unsigned epoch = block.rank_epoch(layer);
     float sum = 0;
 #pragma unroll 1
@@ -456,8 +456,8 @@ class ConsumerWarps {
       const bool is_pair = rank + 1 < x.ranks;
       FloatWord first, second;
       do {
-        first = load_part(x, place, rank, at);
-        second = load_part(x, place, rank + is_pair, at);
+        first = load_part(x, buffer, rank, at);
+        second = load_part(x, buffer, rank + is_pair, at);
       } while (first.epoch != epoch || second.epoch != epoch);
       sum += first.value;
       if (is_pair) sum += second.value;
@@ -492,7 +492,7 @@ class ConsumerWarps {
       case Dependency::hidden: {
         if (Code::kept_rows && phase.adds_kept) v += *residual;
         if constexpr (OnRanks) {
-          publish_part(c.ranks, block.rank_place(Dependency::hidden, layer), at, v,
+          publish_part(c.ranks, block.rank_buffer(Dependency::hidden, layer), at, v,
                        block.rank_epoch(layer, Dependency::hidden));
         } else {
           const unsigned epoch = block.epoch(layer, Dependency::hidden);
@@ -503,7 +503,7 @@ class ConsumerWarps {
       }
       case Dependency::attn_residual:
         if constexpr (Code::attn_residual && OnRanks)
-          publish_part(c.ranks, block.rank_place(Dependency::attn_residual, layer), at, v,
+          publish_part(c.ranks, block.rank_buffer(Dependency::attn_residual, layer), at, v,
                        block.rank_epoch(layer, Dependency::attn_residual));
         else if constexpr (Code::attn_residual)
           publish_attn_residual(c.exchange, at, v, block.epoch(layer, Dependency::attn_residual));

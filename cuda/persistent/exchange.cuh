@@ -57,19 +57,19 @@ __device__ inline void publish_attn_residual(const Exchange& x, long at, float v
 
 /// Publishes this rank's part of an element of the residual stream to all ranks: to itself last, the others are further
 /// away.
-__device__ inline void publish_part(const RankExchange& x, int place, long at, float value, unsigned epoch) {
+__device__ inline void publish_part(const RankExchange& x, int buffer, long at, float value, unsigned epoch) {
   const std::uint64_t word = word_bits(value, epoch);
   const NormWord rounded = norm_word(value, epoch);
 #pragma unroll 1
   for (int turn = 1, to = x.rank; turn <= x.ranks; ++turn) {
     to = to + 1 == x.ranks ? 0 : to + 1;
-    store_to_peer(x.norms(to, place, x.rank) + at, rounded);
-    store_to_peer(reinterpret_cast<std::uint64_t*>(x.floats(to, place, x.rank) + at), word);
+    store_to_peer(x.norms(to, buffer, x.rank) + at, rounded);
+    store_to_peer(reinterpret_cast<std::uint64_t*>(x.floats(to, buffer, x.rank) + at), word);
   }
 }
 /// A rank's part of an element, with its epoch.
-__device__ inline FloatWord load_part(const RankExchange& x, int place, int from, long at) {
-  return float_word(load_of_peer(reinterpret_cast<const std::uint64_t*>(x.floats(x.rank, place, from) + at)));
+__device__ inline FloatWord load_part(const RankExchange& x, int buffer, int from, long at) {
+  return float_word(load_of_peer(reinterpret_cast<const std::uint64_t*>(x.floats(x.rank, buffer, from) + at)));
 }
 
 }  // namespace cf::cuda

@@ -159,7 +159,7 @@ struct RankNotice {
   /// The epoch of the words that a layer reads: what it makes for the next layer has the next one.
   CF_HD constexpr unsigned epoch(int layer) const { return first_epoch + unsigned(layer); }
   /// Where the words lie that a layer makes.
-  CF_HD constexpr int place(Dependency d, int made_in) const {
+  CF_HD constexpr int buffer(Dependency d, int made_in) const {
     return int((first_number + unsigned(made_in)) & 1) + (d == Dependency::attn_residual ? 2 : 0);
   }
 };
@@ -168,26 +168,26 @@ struct RankNotice {
 /// of its rows into every rank's area (Peers), and whoever reads the residual stream sums the words in the order of the
 /// ranks: all ranks have the same bits.
 ///
-/// Words lie in one of two places in turn, layer after layer and launch after launch. A rank that stores the words of a
-/// layer has seen all words of the layer before from every rank; and a block stores any of these after all of its warps
-/// have read those of the layer before that, which lie in the same place.
+/// Words lie in one of two buffers in turn, layer after layer and launch after launch. A rank that stores the words of
+/// a layer has seen all words of the layer before from every rank; and a block stores any of these after all of its
+/// warps have read those of the layer before that, which lie in the same buffer.
 struct RankExchange {
   int rank = 0, ranks = 1;
   std::byte* areas[kMostRanks] = {};  // by rank, at this rank's addresses
   unsigned* launches = nullptr;       // of this kernel: the words that stay on the rank count these
 
   static constexpr std::int64_t kStateBytes = 256, kPart = std::int64_t(kMaxPersistentBatch) * kMaxPersistentHidden;
-  static constexpr int kPlaces = 4;  // RankNotice::place(): two of `hidden`, two of attn_residual
+  static constexpr int kBuffers = 4;  // RankNotice::buffer(): two of `hidden`, two of attn_residual
   static constexpr std::int64_t bytes(std::int64_t of_ranks) {
-    return kStateBytes + kPlaces * of_ranks * kPart * std::int64_t(sizeof(FloatWord) + sizeof(NormWord));
+    return kStateBytes + kBuffers * of_ranks * kPart * std::int64_t(sizeof(FloatWord) + sizeof(NormWord));
   }
   CF_HD RankState* state(int of) const { return reinterpret_cast<RankState*>(areas[of]); }
   /// What rank `from` has stored in rank `of`'s area: (batch, hidden).
-  CF_HD FloatWord* floats(int of, int place, int from) const {
-    return reinterpret_cast<FloatWord*>(areas[of] + kStateBytes) + (place * ranks + from) * kPart;
+  CF_HD FloatWord* floats(int of, int buffer, int from) const {
+    return reinterpret_cast<FloatWord*>(areas[of] + kStateBytes) + (buffer * ranks + from) * kPart;
   }
-  CF_HD NormWord* norms(int of, int place, int from) const {
-    return reinterpret_cast<NormWord*>(floats(of, kPlaces, 0)) + (place * ranks + from) * kPart;
+  CF_HD NormWord* norms(int of, int buffer, int from) const {
+    return reinterpret_cast<NormWord*>(floats(of, kBuffers, 0)) + (buffer * ranks + from) * kPart;
   }
 };
 static_assert(sizeof(RankState) <= RankExchange::kStateBytes);

@@ -203,7 +203,7 @@ __device__ void await_sum(const Block& block, const RowWarps& of, long at, int l
                           RowPieces<Pieces>& row) {
   const RankExchange& x = block.c.ranks;
   const unsigned epoch = block.rank_epoch(layer);
-  const int made_in = d == Dependency::hidden ? layer - 1 : layer, place = block.rank_place(d, made_in),
+  const int made_in = d == Dependency::hidden ? layer - 1 : layer, buffer = block.rank_buffer(d, made_in),
             hidden = block.c.dims.hidden, lane = of.thread() % 32;
   // Of long rows one lane of each warp polls the warp's first elements of each rank's.
   if (hidden * x.ranks > kUnsampledHidden && lane < x.ranks)
@@ -211,7 +211,7 @@ __device__ void await_sum(const Block& block, const RowWarps& of, long at, int l
         made_in, d,
         [&] {
           const int sample = min((of.thread() - lane) * kVec, hidden - kVec);
-          return have_norm_epoch(load_quad_of_peer(x.norms(x.rank, place, lane) + at + sample), epoch);
+          return have_norm_epoch(load_quad_of_peer(x.norms(x.rank, buffer, lane) + at + sample), epoch);
         },
         [&] { return lane; });
   __syncwarp();
@@ -230,7 +230,7 @@ __device__ void await_sum(const Block& block, const RowWarps& of, long at, int l
       };
       const auto load = [&](int u) {
         if (!in_row(u)) return;
-        const NormWord* const from = x.norms(x.rank, place, rank(u)) + at + column(u);
+        const NormWord* const from = x.norms(x.rank, buffer, rank(u)) + at + column(u);
         words[u][0] = load_quad_of_peer(from);
         words[u][1] = load_quad_of_peer(from + 4);
       };

@@ -257,7 +257,7 @@ TEST_CASE("linear of many tokens: nothing is rounded to 16 bits before y", "[gpu
 }
 
 // x is a unit matrix, with rows of zeros behind it where it has few, so that y is W; the residual takes away W rounded
-// to 16 bits. What is left is exact.
+// to 16 bits. What is left is exact, but for the roundings of tiles.
 TEST_CASE("linear of many tokens: every bit of a GPTQ weight arrives", "[gpu][gemm][gptq]") {
   const DeviceScratch scratch;
   cuda::Context c = context();
@@ -288,9 +288,11 @@ TEST_CASE("linear of many tokens: every bit of a GPTQ weight arrives", "[gpu][ge
         REQUIRE(takes_library(device.args(), scratch.get()) == (tokens > kTuning.packed_tokens));
         Problem<ops::Linear>& got = device.run(c, scratch.get());
         const Tensor y = got.tensor(block(got, "y"));
-        // Tiles bring the sums to each group's scale in turn, which rounds them: a ratio of scales and a product.
-        const bool in_tiles = takes_tiles_packed(device.args(), c.arch());
-        const double roundings = in_tiles ? 6. * (in / gptq.group_size + 1) * 0x1p-24 : 0;
+        // Tiles bring a sum to each group's scale in turn, of 8 bits in both planes, and to that of columns without an
+        // input: three roundings each, two of the ratio of scales and one of the product. Two more: planes, scale.
+        const std::int64_t groups = (in + gptq.group_size - 1) / gptq.group_size * (gptq.bits / 4);
+        const bool is_rounded = groups > 1 && takes_tiles_packed(device.args(), c.arch());
+        const double roundings = is_rounded ? double(3 * groups + 2) * 0x1p-24 : 0;
         std::int64_t wrong = 0;
         for (std::int64_t i = 0; i < y.size(); ++i) {
           const double exact = weight(i) - rounded(weight(i)), bound = roundings * std::abs(weight(i));

@@ -68,7 +68,7 @@ PersistentKernel kernel_of_session(const cuda::Session& session, cuda::Persisten
       {t.positions, t.kv_len}, {t.cos, t.sin}, {.choices = choices, .first_model_layer = first_model_layer}));
 }
 
-/// Layers that ranks share. All calls are made from this thread.
+/// Layers that ranks share. One thread drives all ranks.
 class RankedLayers {
  public:
   RankedLayers(std::span<const int> devices, const HostLayers& h, bool shares_keys = true,

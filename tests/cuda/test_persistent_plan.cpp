@@ -853,16 +853,16 @@ TEST_CASE("persistent: what ranks store for each other does not overlap") {
     const std::byte* end = area.data() + sizeof(RankState);
     CHECK(reinterpret_cast<std::byte*>(x.state(1)) == area.data());
     const auto check = [&](auto words) {
-      for (int place = 0; place < RankExchange::kPlaces; ++place)
+      for (int buffer = 0; buffer < RankExchange::kBuffers; ++buffer)
         for (int from = 0; from < ranks; ++from) {
-          const auto* const begin = reinterpret_cast<const std::byte*>(words(place, from));
+          const auto* const begin = reinterpret_cast<const std::byte*>(words(buffer, from));
           CHECK(begin >= end);
           CHECK((begin - area.data()) % 256 == 0);
-          end = reinterpret_cast<const std::byte*>(words(place, from) + RankExchange::kPart);
+          end = reinterpret_cast<const std::byte*>(words(buffer, from) + RankExchange::kPart);
         }
     };
-    check([&](int place, int from) { return x.floats(1, place, from); });
-    check([&](int place, int from) { return x.norms(1, place, from); });
+    check([&](int buffer, int from) { return x.floats(1, buffer, from); });
+    check([&](int buffer, int from) { return x.norms(1, buffer, from); });
     CHECK(end <= area.data() + area.size());
   }
 }
@@ -876,7 +876,7 @@ TEST_CASE("persistent: ranks that run at their own pace find every word, and no 
     RankState state{};
     std::size_t launch = 0;
     int layer = -1;           // the one that is made next; -1 before the launch begins
-    Word words[2][3];         // by place and rank
+    Word words[2][3];         // by buffer and rank
     int behind_with[2][3]{};  // of each word: turns until the rank sees it
     Word on_the_way[2][3];
   };
@@ -895,19 +895,19 @@ TEST_CASE("persistent: ranks that run at their own pace find every word, and no 
       REQUIRE(++idle < 100000);  // nobody goes on
       const std::size_t r = random() % all.size();
       Walk& w = all[r];
-      for (int place : {0, 1})
+      for (int buffer : {0, 1})
         for (int from = 0; from < ranks; ++from)
-          if (int& behind = w.behind_with[place][from]; behind > 0 && --behind == 0)
-            w.words[place][from] = w.on_the_way[place][from];
+          if (int& behind = w.behind_with[buffer][from]; behind > 0 && --behind == 0)
+            w.words[buffer][from] = w.on_the_way[buffer][from];
       if (w.launch == launches.size()) continue;
       const auto [first, last] = launches[w.launch];
       if (w.layer < 0) w.layer = first;
       const RankNotice notice = RankNotice::begin(w.state, first);
       if (w.layer > first) {  // every rank's words of the layer before
-        const int place = notice.place(Dependency::hidden, w.layer - 1);
+        const int buffer = notice.buffer(Dependency::hidden, w.layer - 1);
         const auto here = [&](const Word& word) { return word.tag == (notice.epoch(w.layer) & 0xff); };
-        if (!std::all_of(w.words[place], w.words[place] + ranks, here)) continue;
-        for (int from = 0; from < ranks; ++from) REQUIRE(w.words[place][from].number == made[r] - 1);
+        if (!std::all_of(w.words[buffer], w.words[buffer] + ranks, here)) continue;
+        for (int from = 0; from < ranks; ++from) REQUIRE(w.words[buffer][from].number == made[r] - 1);
       }
       idle = 0;
       if (w.layer == last) {
@@ -918,10 +918,10 @@ TEST_CASE("persistent: ranks that run at their own pace find every word, and no 
         continue;
       }
       for (Walk& to : all) {
-        const int place = notice.place(Dependency::hidden, w.layer);
-        REQUIRE(to.behind_with[place][r] == 0);
-        to.on_the_way[place][r] = {notice.epoch(w.layer + 1) & 0xff, made[r]};
-        to.behind_with[place][r] = 1 + int(random() % 4);
+        const int buffer = notice.buffer(Dependency::hidden, w.layer);
+        REQUIRE(to.behind_with[buffer][r] == 0);
+        to.on_the_way[buffer][r] = {notice.epoch(w.layer + 1) & 0xff, made[r]};
+        to.behind_with[buffer][r] = 1 + int(random() % 4);
       }
       number_of_exchange = std::max(number_of_exchange, ++made[r]);
       ++w.layer;

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   // A barrier lies between every thread's last score and the choice.
   if (chooses && threadIdx.x == 0) tell(a.choice, slot, chosen);
-  // The epoch is loaded anew: it would take a register of every thread that chooses.
+  // A new object loads the epoch again: kept meanwhile, the epoch would take a register of every thread.
   PeerExchange(peers).end();
 }
 
