@@ -9,14 +9,18 @@ no logits are kept::
 ``cf_ops`` takes what ``hf`` takes, and runs Hugging Face's model with `cf_ops.hf.speed_up`: for peft, other tokenizers,
 and whatever else only transformers has. What ran on cf_ops, and what did not and why, is printed on stderr at the end.
 From Python, ``HFLM(pretrained=cf_ops.hf.speed_up(model))`` does the same.
+
+`task` makes a metric of `cf_ops.sweep` of a task or a group of tasks.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import cf_ops.hf
@@ -27,7 +31,7 @@ from cf_ops._device import cuda_available, cuda_index
 from cf_ops._text import TextStream
 from cf_ops.model import Model, load
 
-__all__ = ["main", "register", "register_native"]
+__all__ = ["main", "register", "register_native", "task"]
 
 _LOGGER = logging.getLogger("cf_ops")
 _AT_ONCE = 64  # requests between two updates of the progress and of lm_eval's cache
@@ -59,6 +63,7 @@ def register() -> Any:
     return register_model("cf_ops")(CfOpsLM)
 
 
+@functools.cache
 def register_native() -> Any:
     """Adds the model ``cf_ops_native`` to lm-evaluation-harness and returns its class, a subclass of ``TemplateLM``.
 
@@ -79,21 +84,22 @@ def register_native() -> Any:
     class CfOpsNativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         """`cf_ops.Model` for lm-evaluation-harness.
 
-        pretrained: what `cf_ops.load` takes. device: a GPU's name; the CPU where it is None or there is no GPU.
-        batch_size: texts at once, "auto" for 16; scores do not depend on it, on a GPU but for rounding. max_length: ids
-        that the model reads of a request at most; where it is None the model's positions, on a GPU no more than 2048.
-        add_bos_token: whether the tokenizer adds its special tokens; where it is None as its tokenizer.json says.
-        prefix_token_id: the id before a text that has none before it; where it is None the tokenizer's bos, or else its
-        eos. Further arguments are those of `cf_ops.load`.
+        pretrained: what `cf_ops.load` takes, or an open `cf_ops.Model`, which stays open. device: a GPU's name; the CPU
+        where it is None or there is no GPU. batch_size: texts at once, "auto" for 16; where it is None 1, of an open
+        model what it takes. Scores do not depend on it, on a GPU but for rounding. max_length: ids that the model reads
+        of a request at most; where it is None the model's positions, on a GPU no more than 2048, of an open model no
+        more than its capacity. add_bos_token: whether the tokenizer adds its special tokens; where it is None as its
+        tokenizer.json says. prefix_token_id: the id before a text that has none before it; where it is None the
+        tokenizer's bos, or else its eos. Further arguments are those of `cf_ops.load`; of an open model there are none.
         """
 
         backend = "causal"
 
         def __init__(
             self,
-            pretrained: str,
+            pretrained: str | Model,
             device: str | None = None,
-            batch_size: int | str = 1,
+            batch_size: int | str | None = None,
             max_batch_size: int | None = None,
             max_length: int | None = None,
             max_gen_toks: int = 256,
@@ -103,18 +109,16 @@ def register_native() -> Any:
         ) -> None:
             super().__init__()
             is_auto = str(batch_size).startswith("auto")
-            self.slots = _SLOTS if is_auto else integer("batch_size", int(batch_size), 1, _MOST)
+            self.slots = (
+                _SLOTS if is_auto else integer("batch_size", 1 if batch_size is None else int(batch_size), 1, _MOST)
+            )
             given = None if max_length is None else integer("max_length", max_length, 2, _MOST)
-            on_gpu = cuda_index(device or "cpu") is not None
-            if on_gpu and not cuda_available():  # lm_eval asks for cuda:0 where no one says
-                _LOGGER.warning("cf_ops: no GPU that it runs on, the CPU in place of %s", device)
-                on_gpu = False
-            if on_gpu:
-                options |= {"slots": self.slots, "capacity": given or _GPU_LENGTH}
-            self.model: Model = load(pretrained, device=device if on_gpu else "cpu", **options)
+            self.model = self._opened(pretrained, device, given, options)
+            if isinstance(pretrained, Model) and batch_size is None:
+                self.slots = self.model.slots_for(_SLOTS)
             config = self.model.config
             most = config["n_positions" if "n_positions" in config else "max_position_embeddings"]
-            self._max_length: int = min(given or most, most, options["capacity"] if on_gpu else most)
+            self._max_length: int = min(given or most, most, self.model.capacity or most)
             self._max_gen_toks: int = integer("max_gen_toks", max_gen_toks, 1, _MOST)
             self.add_bos_token = add_bos_token
             ids = _special_ids(self.model)
@@ -122,8 +126,25 @@ def register_native() -> Any:
             self._prefix = ids.get("bos_token", self._eos) if prefix_token_id is None else prefix_token_id
             if self._eos is None or self._prefix is None:
                 raise ValueError(
-                    f"{pretrained}: expected an eos_token in tokenizer_config.json or an eos_token_id, got neither"
+                    f"{self.model.directory}: expected an eos_token in tokenizer_config.json or an eos_token_id, "
+                    "got neither"
                 )
+
+        def _opened(
+            self, pretrained: str | Model, device: str | None, length: int | None, options: dict[str, Any]
+        ) -> Model:
+            if isinstance(pretrained, Model):
+                if options or device is not None:
+                    first = next(iter(options), "device")
+                    raise ValueError(f"pretrained: expected no {first} beside an open model, which has its own")
+                return pretrained
+            on_gpu = cuda_index(device or "cpu") is not None
+            if on_gpu and not cuda_available():  # lm_eval asks for cuda:0 where no one says
+                _LOGGER.warning("cf_ops: no GPU that it runs on, the CPU in place of %s", device)
+                on_gpu = False
+            if on_gpu:
+                options = options | {"slots": self.slots, "capacity": length or _GPU_LENGTH}
+            return load(pretrained, device=device if on_gpu else "cpu", **options)
 
         @property
         def eot_token_id(self) -> int:
@@ -261,6 +282,47 @@ def register_native() -> Any:
                 decoder.close()
 
     return register_model("cf_ops_native")(CfOpsNativeLM)
+
+
+def task(name: str, **options: Any) -> Callable[[Model], dict[str, float]]:
+    """A metric of `cf_ops.sweep`: a task of lm-evaluation-harness, or a group of tasks, on the model that it is given::
+
+        cf_ops.sweep(revisions, {"blimp": cf_ops.lm_eval.task("blimp", limit=100)})
+
+    The metric's results are named as lm_eval names them, without the filter "none": "acc", with its standard error as
+    "acc.error"; those of a group's tasks have the task's name before them: "blimp_adjunct_island.acc". options: those of
+    ``lm_eval.simple_evaluate`` such as limit, num_fewshot and task_manager. Raises ImportError where lm_eval is missing,
+    ValueError where it knows no such task.
+    """
+    native = register_native()
+    from lm_eval import simple_evaluate  # type: ignore[import-not-found, unused-ignore]
+    from lm_eval.tasks import TaskManager  # type: ignore[import-not-found, unused-ignore]
+
+    manager = options.pop("task_manager", None) or TaskManager()
+    if name not in manager.all_tasks:
+        raise ValueError(f"task: expected a task or a group of lm_eval (lm_eval ls tasks), got {name!r}")
+
+    def measure(model: Model) -> dict[str, float]:
+        found = simple_evaluate(native(model), tasks=[name], task_manager=manager, **options)["results"]
+        return {
+            (key if of == name else f"{of}.{key}"): value
+            for of, results in found.items()
+            for key, value in _numbers(results).items()
+        }
+
+    return measure
+
+
+def _numbers(results: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a task's results. lm_eval's names are "acc,none" and "acc_stderr,none"."""
+    numbers = {}
+    for key, value in results.items():
+        metric, comma, kind = key.partition(",")
+        if not comma or isinstance(value, str):  # the task's title; an error that was not estimated
+            continue
+        made = metric.removesuffix("_stderr") + ("" if kind == "none" else f".{kind}")
+        numbers[made + (".error" if metric.endswith("_stderr") else "")] = float(value)
+    return numbers
 
 
 _OF_SAMPLING = {"temperature", "top_k", "top_p", "min_p"}

@@ -13,8 +13,10 @@ transformers = pytest.importorskip("transformers", reason="transformers is missi
 pytest.importorskip("lm_eval", reason="lm_eval is missing")
 pytest.importorskip("accelerate", reason="accelerate is missing")
 
+import lm_eval.tasks
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from safetensors.torch import load_file, save_file
 
 import cf_ops
 import cf_ops.lm_eval
@@ -99,6 +101,62 @@ def test_answers_are_hflms(models):
     wanted = theirs.generate_until(requests("generate_until", ends), disable_tqdm=True)
     made = ours.generate_until(requests("generate_until", ends), disable_tqdm=True)
     assert made == wanted and all(len(answer) <= 3 for answer in made)
+
+
+def test_a_sweep_runs_tasks_on_the_model_itself(directory, tmp_path):
+    steps = [str(tmp_path / f"model-step{step}") for step in (1, 2)]
+    for place, step in enumerate(steps):
+        shutil.copytree(directory / "model", step)
+        tensors = load_file(f"{step}/model.safetensors")
+        tensors["gpt_neox.final_layer_norm.weight"] *= 1 + 0.05 * place
+        save_file(tensors, f"{step}/model.safetensors", {"format": "pt"})
+    (tmp_path / "both.yaml").write_text(json.dumps({"group": "both", "task": ["choice", "rolling"]}))
+    manager = lm_eval.tasks.TaskManager(include_path=[str(directory), str(tmp_path)], include_defaults=False)
+    options = {"task_manager": manager, "bootstrap_iters": 10}
+    seen = []
+
+    def watched(model):
+        seen.append(model)
+        return cf_ops.lm_eval.task("choice", **options)(model)
+
+    made = cf_ops.sweep(steps, {"choice": watched, "both": cf_ops.lm_eval.task("both", limit=7, **options)})
+    assert [r.error for r in made.revisions] == [None, None] and seen[0] is seen[1]
+    for step, row in zip(steps, made.revisions):
+        for name, limit in (("choice", None), ("both", 7)):
+            found = lm_eval.simple_evaluate(Native(step), tasks=[name], limit=limit, **options)["results"]
+            expected = {
+                f"{name}.{'' if task == name else task + '.'}{key.replace('_stderr', '').partition(',')[0]}"
+                + (".error" if "_stderr," in key else ""): value
+                for (task, key), value in numbers(found).items()
+                if "," in key
+            }
+            assert {n: v for n, v in row.metrics.items() if n.startswith(f"{name}.")} == expected and expected
+    assert {
+        "choice.acc",
+        "choice.acc.error",
+        "choice.brier_score",
+        "both.choice.acc",
+        "both.rolling.bits_per_byte",
+    } <= set(made.metrics)
+    assert (
+        made.revisions[0].metrics["both.rolling.bits_per_byte"]
+        != made.revisions[1].metrics["both.rolling.bits_per_byte"]
+    )
+
+
+def test_a_task_that_nobody_knows_is_refused(directory):
+    manager = lm_eval.tasks.TaskManager(include_path=str(directory), include_defaults=False)
+    with pytest.raises(ValueError, match="task: expected a task or a group of lm_eval .*, got 'none'"):
+        cf_ops.lm_eval.task("none", task_manager=manager)
+
+
+def test_an_open_model_stays_open_and_takes_no_options(directory):
+    with cf_ops.load(directory / "model") as model:
+        ours = Native(model, max_length=40)
+        assert ours.model is model and ours.slots == model.slots_for(16) and ours.max_length == 40
+        for options, name in (({"device": "cpu"}, "device"), ({"activation": "float64"}, "activation")):
+            with pytest.raises(ValueError, match=f"pretrained: expected no {name} beside an open model"):
+                Native(model, **options)
 
 
 @gpu

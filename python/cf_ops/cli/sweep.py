@@ -24,6 +24,7 @@ from cf_ops.model import USUAL_SLOTS, Model, find_model
 
 _MOST = 1 << 20
 _METRICS = ("perplexity", "surprisal", "memorization")
+_LM_EVAL = "lm_eval:"
 _LENGTH = 64  # ids of a sequence: 32 are read and 32 are made
 
 
@@ -39,7 +40,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="NAME",
-        help=f"{', '.join(_METRICS)}, or FILE.py:FUNCTION, which makes a number of a model; may be repeated",
+        help=f"{', '.join(_METRICS)}, lm_eval:TASK of lm-evaluation-harness, or FILE.py:FUNCTION, which makes a number"
+        " of a model; may be repeated",
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--text", metavar="FILE", help="a text in UTF-8, encoded by the first revision's tokenizer")
@@ -132,7 +134,7 @@ def _metrics(
         elif name == "memorization":
             metrics[name] = lambda model: _memorization(model, sequences, args.slots)
         else:
-            metrics[name.rpartition(":")[2]] = _function(name)
+            metrics[name.rpartition(":")[2]] = _task(name) if name.startswith(_LM_EVAL) else _function(name)
 
     def then(row: Revision) -> None:
         values = "  ".join(f"{name} {value:.6g}" for name, value in row.metrics.items())
@@ -193,11 +195,20 @@ def _ids(args: argparse.Namespace, first: str) -> NDArray[Any]:
     return np.array(encode(open_tokenizer(directory), program.read_text(args.text), "text"))[: args.limit]
 
 
+def _task(name: str) -> Metric:
+    """The task of lm_eval:TASK."""
+    import cf_ops.lm_eval  # asks for more than the other metrics
+
+    if name == _LM_EVAL:
+        raise ValueError("--metric lm_eval: expected a task behind the colon such as lm_eval:lambada_openai")
+    return cf_ops.lm_eval.task(name.removeprefix(_LM_EVAL))
+
+
 def _function(name: str) -> Metric:
     """The function of FILE.py:FUNCTION."""
     path, _, function = name.rpartition(":")
     if not path.endswith(".py"):
-        raise ValueError(f"--metric: expected {', '.join(_METRICS)} or FILE.py:FUNCTION, got {name!r}")
+        raise ValueError(f"--metric: expected {', '.join(_METRICS)}, lm_eval:TASK or FILE.py:FUNCTION, got {name!r}")
     spec = importlib.util.spec_from_file_location(os.path.basename(path).removesuffix(".py"), path)
     if not os.path.isfile(path) or spec is None or spec.loader is None:
         raise FileNotFoundError(f"{path}: no such file")
