@@ -28,6 +28,14 @@ __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
+/// Writes v into the shared memory of a block of the cluster, where a barrier of that block counts the bytes. Both are
+/// from shared_address_in(); `to` is a multiple of 16.
+__device__ inline void store_async(std::uint32_t to, const float (&v)[4], std::uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(to),
+               "r"(barrier), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+               : "memory");
+}
+
 /// Values that the blocks of a cluster send into one block's shared memory; only the receiving block waits for them.
 /// The inbox costs one barrier of the cluster. A block arrives at that barrier in open(), and waits for it only before
 /// its first send. A block may leave when it has sent its values; a block that sends none may
@@ -61,10 +69,7 @@ class ClusterInbox {
         : "memory");
   }
   __device__ void send(unsigned rank, float* to, const float (&v)[4]) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(
-                     shared_address_in(rank, to)),
-                 "r"(shared_address_in(rank, arrived_)), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
-                 : "memory");
+    store_async(shared_address_in(rank, to), v, shared_address_in(rank, arrived_));
   }
 
   /// Waits until this block has been sent `bytes` bytes in all. All threads of the block call.

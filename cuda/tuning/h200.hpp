@@ -43,6 +43,9 @@ inline constexpr Tuning kH200Tuning{
     // Record: commit 40f747c. With two warps a part each has half the registers, and the next kernel's first tiles have
     // room to arrive; that is slower for the four linears of a Pythia-2.8B layer.
     .packed_turns = 1,
+    // Record: TRIALS.md, packed-prompts. Of 160 to 512 tokens Pythia-2.8B's matrices of 2,560 rows have tiles for half of
+    // the SMs or fewer.
+    .packed_divided_rows = 4096,
     // Record: commit c1a3e64d. A layer's products of 32 tokens take two launches of the wide kernel 98 us with
     // Llama-3.1-8B and 50 with Pythia-2.8B, and wgmma 132 and 53.
     .packed_wide_tokens = 32,

@@ -60,12 +60,13 @@ struct Tuning {
   int gemv_blocks_per_sm;  // of up to eight tokens on Hopper; kernels are compiled with it
 
   // linear's packed kernel: cuda/ops/linear/packed/plan.hpp.
-  GptqAhead packed_ahead;           // few tiles, or several tokens
-  GptqAhead packed_ahead_of_many;   // one token and many tiles
-  GptqAhead packed_ahead_of_sum;    // of LinearSum's two products in one launch
-  int packed_turns;                 // warps of a part, which take a block's tiles in turn; kernels are compiled with it
-  std::int64_t packed_wide_tokens;  // the most tokens of the wide kernel, where wgmma takes the call, too
-  int packed_clusters_elevenths;    // of the larger clusters that there are blocks for, those that the device holds
+  GptqAhead packed_ahead;          // few tiles, or several tokens
+  GptqAhead packed_ahead_of_many;  // one token and many tiles
+  GptqAhead packed_ahead_of_sum;   // of LinearSum's two products in one launch
+  int packed_turns;                // warps of a part, which take a block's tiles in turn; kernels are compiled with it
+  std::int64_t packed_divided_rows;  // the most rows of a matrix whose columns tiles_packed divides in halves
+  std::int64_t packed_wide_tokens;   // the most tokens of the wide kernel, where wgmma takes the call, too
+  int packed_clusters_elevenths;     // of the larger clusters that there are blocks for, those that the device holds
 
   // attention: cuda/ops/attention/attention.hpp.
   std::int64_t prefill_queries;     // the fewest queries a sequence of the prefill kernels

@@ -408,30 +408,40 @@ TEST_CASE("linear of many tokens: packed weights on Hopper's tensor cores, the s
 TEST_CASE("linear of many tokens: packed weights in tiles of every width give the same bits", "[gpu][gemm][gptq]") {
   cuda::Context own = context();
   if (!own.arch().has_wgmma()) return;
-  for (const GptqSetup& gptq : {GptqSetup{4, 128, 1, false}, GptqSetup{4, 32, 0, false}})
-    for (auto [epilogue, out] : {std::pair<Epilogue, std::int64_t>{Epilogue::gelu_erf, 328},
-                                 {Epilogue::residual, 2600},
-                                 {Epilogue::swiglu, 328}}) {
+  const DeviceScratch scratch;
+  for (const GptqSetup& gptq : {GptqSetup{4, 128, 1, false}, GptqSetup{4, 32, 0, false}, GptqSetup{4, 128, 1, true}})
+    for (auto [epilogue, in] : {std::pair<Epilogue, std::int64_t>{Epilogue::gelu_erf, 648},
+                                {Epilogue::residual, 1032},
+                                {Epilogue::swiglu, 1112}}) {
+      const bool is_divided = in > 648;
       std::set<int> widths;
+      std::set<bool> side_by_side;
       for (const std::int64_t tokens : {160, 192, 250, 256, 288}) {
-        DeviceProblem<ops::Linear> p(setup(DType::f16, gptq, 1), linear(tokens, 648, out, epilogue));
-        const auto expected = p.run(own).bytes();
+        DeviceProblem<ops::Linear> p(setup(DType::f16, gptq, 1), linear(tokens, in, 328, epilogue));
+        const auto expected = p.run(own, scratch.get()).bytes();
         const std::int64_t rows = ops::Linear::dims(p.args()).rows();
-        for (const int sm_count : {2, 4, 8, 20, 28, 44, 66, 132}) {  // with fewer SMs wider tiles are faster
-          cuda::Context few = own;
-          cuda::Arch arch = own.arch();
-          arch.sm_count = sm_count;
-          few.set_plan_arch(arch);
-          const Result<cuda::GptqLayout> layout =
-              cuda::gptq_layout("linear", std::get<PackedWeight>(p.args().linear.weight));
-          REQUIRE(layout);
-          const cuda::PackedTilesPlan plan = cuda::packed_tiles_plan(arch, *layout, tokens, rows);
-          widths.insert(plan.token_tile);
-          INFO("tokens " << tokens << ", rows " << rows << ", SMs " << sm_count);
-          CHECK(p.run(few).bytes() == expected);
-        }
+        for (const int sm_count : {2, 4, 8, 20, 28, 44, 66, 132})  // with fewer SMs wider tiles are faster
+          for (const bool may_park : {true, false}) {
+            cuda::Context few = own;
+            cuda::Arch arch = own.arch();
+            arch.sm_count = sm_count;
+            few.set_plan_arch(arch);
+            const Result<cuda::GptqLayout> layout =
+                cuda::gptq_layout("linear", std::get<PackedWeight>(p.args().linear.weight));
+            REQUIRE(layout);
+            const cuda::PackedTilesPlan plan = cuda::packed_tiles_plan(arch, *layout, tokens, rows, may_park);
+            CHECK(plan.halves == (is_divided ? 2 : 1));
+            widths.insert(plan.token_tile);
+            side_by_side.insert(plan.side_by_side);
+            INFO("tokens " << tokens << ", in " << in << ", SMs " << sm_count << ", " << to_string(plan));
+            // So little memory has room for x in the order of the columns alone.
+            cuda::Scratch given = scratch.get();
+            if (!may_park) given.bytes = plan.columns_bytes;
+            CHECK(p.run(few, given).bytes() == expected);
+          }
       }
       CHECK(widths == (gptq.group_size == 32 ? std::set<int>{64, 128} : std::set<int>{64, 96, 128, 160, 192, 256}));
+      CHECK(side_by_side == (is_divided ? std::set<bool>{false, true} : std::set<bool>{false}));
     }
 }
 
@@ -444,7 +454,9 @@ TEST_CASE("linear of many tokens: packed weights of many rows, columns and token
           {128, 10240, 264, Epilogue::residual},
           {300, 264, 2568, Epilogue::swiglu},
           {1000, 264, 520, Epilogue::gelu_erf},
-          {4096, 136, 264, Epilogue::none}}) {
+          {4096, 136, 264, Epilogue::none},
+          {1000, 2056, 520, Epilogue::residual},
+          {300, 4104, 264, Epilogue::gelu_tanh}}) {
       INFO("in " << in << ", out " << out << ", tokens " << tokens);
       CHECK(check_on_device<ops::Linear>(setup(dtype, {4, 128, 1, false}), linear(tokens, in, out, epilogue),
                                          scratch.get()));

@@ -140,7 +140,9 @@ Result<PackedTilesPlan> plan_tiles_packed(const Target& target, const ops::Linea
   const auto d = ops::Linear::dims(a);
   CF_TRY(leave(target.has_wgmma ? why_no_tiles_packed(target.arch, d.tokens, d.in, d.rows(), a.x.dtype) : kNoWgmma));
   CF_TRY(check_packed_on_wgmma(target, a, m.layout));
-  return packed_tiles_plan(target.arch, m.layout, d.tokens, d.rows());
+  const PackedTilesPlan plan = packed_tiles_plan(target.arch, m.layout, d.tokens, d.rows());
+  if (plan.parked_bytes() == 0 || check_scratch(target, plan.scratch_bytes())) return plan;
+  return packed_tiles_plan(target.arch, m.layout, d.tokens, d.rows(), false);
 }
 
 Result<GemmPlan> plan_cublaslt_packed(const Target& target, const ops::Linear::Args& a) {

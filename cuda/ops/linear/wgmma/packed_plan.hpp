@@ -88,67 +88,101 @@ inline std::string to_string(const WgmmaPackedPlan& p) { return to_string(p.prod
 /// A tile is kLinearWgmmaTileRows rows of the weight and `token_tile` tokens: 64, 96, 128, 160, 192 or 256. The blocks of
 /// a cluster have tiles of the same tokens, of rows beside each other, and share the copies of x. Such a group of tiles
 /// lies at group i % token_groups of tokens and i / token_groups of rows; clusters take groups in turn.
+///
+/// The columns of a matrix of few rows are divided in halves for any number of tokens, and a sum is that of both halves.
+/// Where tiles are few, the halves are those of two blocks, side by side in a cluster of four, which bring their sums
+/// together there. Where tiles are many, a block makes one half after the other and parks the first one's sums in scratch
+/// memory meanwhile.
 inline constexpr int kPackedTilesBlocks = 2;
 
 /// A warp's sums go through shared memory in chunks: kPackedTilesChunk tokens of its rows, in float32.
 inline constexpr int kPackedTilesChunk = 16;
 inline constexpr int kPackedTilesChunkFloats = kPackedTilesChunk * kLinearWgmmaPartPitch;
 inline constexpr int kPackedTilesChunksBytes = kLinearWgmmaWarps * kPackedTilesChunkFloats * 4;
+/// The sums that a block is sent by the one that has the other half of the columns: of half of the tile's tokens.
+constexpr int packed_tiles_inbox_bytes(int token_tile) { return token_tile / 2 * kLinearWgmmaTileRows * 4; }
 
-/// The stages of a block's ring. Beside the ring a block has its chunks, and its barriers as static memory.
+/// The stages of a block's ring. Beside the ring a block has its inbox and its chunks, and its barriers as static memory.
 inline constexpr int kPackedTilesStaticBytes = 256;
 constexpr int packed_tiles_stage_bytes(int token_tile) {
   return kPackedWeightBytes + token_tile * kLinearWgmmaColumns * 2;
 }
 constexpr int packed_tiles_stages(int token_tile) {
   constexpr int room_bytes = kH200.smem_per_block_bytes - 1024 - kPackedTilesStaticBytes - kPackedTilesChunksBytes;
-  return std::min(room_bytes / packed_tiles_stage_bytes(token_tile), kMostLinearWgmmaStages);
+  const int ring_bytes = room_bytes - packed_tiles_inbox_bytes(token_tile);
+  return std::min(ring_bytes / packed_tiles_stage_bytes(token_tile), kMostLinearWgmmaStages);
 }
 constexpr int packed_tiles_smem_bytes(int token_tile) {
-  return 1024 + packed_tiles_stages(token_tile) * packed_tiles_stage_bytes(token_tile) + kPackedTilesChunksBytes;
+  return 1024 + packed_tiles_stages(token_tile) * packed_tiles_stage_bytes(token_tile) +
+         packed_tiles_inbox_bytes(token_tile) + kPackedTilesChunksBytes;
 }
 
 struct PackedTilesPlan {
   int token_tile;
+  int halves;         // of the columns: 1 where they are not divided
+  bool side_by_side;  // the halves are two blocks'
   int token_groups, row_groups;
   int clusters;
   std::size_t columns_bytes;
 
+  constexpr int cluster_blocks() const { return kPackedTilesBlocks * (side_by_side ? halves : 1); }
+  /// The bytes of scratch memory for the sums of first halves, behind columns_bytes.
+  constexpr std::size_t parked_bytes() const {
+    if (halves == 1 || side_by_side) return 0;
+    return std::size_t(clusters) * kPackedTilesBlocks * kLinearWgmmaTileRows * std::size_t(token_tile) * 4;
+  }
+  constexpr std::size_t parked_at() const { return (columns_bytes + 255) / 256 * 256; }
+  constexpr std::size_t scratch_bytes() const { return parked_bytes() ? parked_at() + parked_bytes() : columns_bytes; }
   constexpr int groups() const { return token_groups * row_groups; }
   constexpr int rounds() const { return (groups() + clusters - 1) / clusters; }
 };
 
+/// Whether the columns of a matrix are divided: not where a half would be short.
+constexpr bool are_packed_columns_divided(const Arch& arch, const GptqLayout& layout, std::int64_t rows) {
+  return rows <= arch.tuning->packed_divided_rows && layout.chunks >= 16;
+}
+
 constexpr PackedTilesPlan packed_tiles_layout(const Arch& arch, const GptqLayout& layout, std::int64_t tokens,
-                                              std::int64_t rows, int token_tile) {
+                                              std::int64_t rows, int token_tile, bool side_by_side) {
   const auto groups = [](std::int64_t size, int group) { return int((size + group - 1) / group); };
   PackedTilesPlan p{.token_tile = token_tile,
+                    .halves = are_packed_columns_divided(arch, layout, rows) ? 2 : 1,
+                    .side_by_side = side_by_side,
                     .token_groups = groups(tokens, token_tile),
                     .row_groups = groups(rows, kPackedTilesBlocks * kLinearWgmmaTileRows),
                     .clusters = arch.sm_count / kPackedTilesBlocks,
                     .columns_bytes = packed_columns_bytes(layout, tokens)};
-  p.clusters = std::min(p.clusters, p.groups());
+  if (side_by_side) p.clusters = p.clusters / p.halves * arch.tuning->packed_clusters_elevenths / 11;
+  p.clusters = std::clamp(p.clusters, 1, p.groups());
   return p;
 }
 
-/// The tile with the shortest rounds, counted in tokens. What a step takes beside its products counts as
-/// kPackedTilesStepTokens more; among equals the widest tile reads the least.
-inline constexpr int kPackedTilesStepTokens = 120;
+/// The tile with the shortest rounds, counted in tokens: what a step takes beside its products counts as
+/// kPackedTilesStepTokens more. Halves side by side are rounds of half the length. Among equals the widest tile reads the
+/// least. may_park: there is scratch memory for the sums of first halves.
+inline constexpr int kPackedTilesStepTokens = 200;
 constexpr PackedTilesPlan packed_tiles_plan(const Arch& arch, const GptqLayout& layout, std::int64_t tokens,
-                                            std::int64_t rows) {
+                                            std::int64_t rows, bool may_park = true) {
   const bool is_whole = layout.columns_per_group % kLinearWgmmaColumns == 0;  // no group ends within a step
-  PackedTilesPlan best = packed_tiles_layout(arch, layout, tokens, rows, is_whole ? 256 : 128);
-  const auto length = [](const PackedTilesPlan& p) { return p.rounds() * (p.token_tile + kPackedTilesStepTokens); };
-  for (const int token_tile : {192, 160, 128, 96, 64}) {
-    if (!is_whole && token_tile != 64 && token_tile != 128) continue;  // these have no other kernels
-    const PackedTilesPlan p = packed_tiles_layout(arch, layout, tokens, rows, token_tile);
-    if (length(p) < length(best)) best = p;
-  }
+  const bool is_divided = are_packed_columns_divided(arch, layout, rows);
+  const auto length = [](const PackedTilesPlan& p) {
+    return p.rounds() * (p.token_tile + kPackedTilesStepTokens) * (p.side_by_side ? 1 : 2);
+  };
+  PackedTilesPlan best{};
+  for (const bool side_by_side : {false, true})
+    for (const int token_tile : {256, 192, 160, 128, 96, 64}) {
+      if (side_by_side ? !is_divided : is_divided && !may_park) continue;
+      if (!is_whole && token_tile != 64 && token_tile != 128) continue;  // these have no other kernels
+      const PackedTilesPlan p = packed_tiles_layout(arch, layout, tokens, rows, token_tile, side_by_side);
+      if (best.token_tile == 0 || length(p) < length(best)) best = p;
+    }
   return best;
 }
 
 inline std::string to_string(const PackedTilesPlan& p) {
   return plan_text({{p.clusters, "clusters"},
                     {p.rounds(), "rounds"},
+                    {p.halves, p.side_by_side ? "parts of the columns side by side" : "parts of the columns in turn"},
                     {p.token_groups, "token groups"},
                     {p.row_groups, "row groups"},
                     {p.token_tile, "tokens a tile"},
