@@ -66,29 +66,33 @@ TEST_CASE("linear on the GPU: one token with GPTQ weights, slices of every lengt
         }
 }
 
-TEST_CASE("linear on the GPU: up to 16 tokens with GPTQ weights, slices of every length, in pairs of chunks and not",
+TEST_CASE("linear on the GPU: up to 32 tokens with GPTQ weights, slices of every length, in pairs of chunks and not",
           "[gpu][gptq]") {
   for (DType activation : {DType::f16, DType::bf16})
     for (std::int64_t group : {64, 128, 192, 1 << 14})
       for (bool desc_act : {false, true})
         for (std::int64_t in : {72, 192, 520, 1088, 1600, 2560, 4160, 12288, 12352}) {
           if (in > 4160 && (desc_act || group > 128)) continue;  // the oracle takes these long
-          const std::int64_t tokens = 9 + in / 8 % 8;
-          INFO("in " << in << ", group " << group << ", tokens " << tokens);
-          CHECK(check_on_device<ops::Linear>(setup(activation, {4, group, 1, desc_act}, std::uint64_t(in)),
-                                             linear_example(tokens, in, 40, ops::Epilogue::residual)));
+          for (const std::int64_t tokens : {9 + in / 8 % 8, 17 + in / 8 % 16}) {
+            INFO("in " << in << ", group " << group << ", tokens " << tokens);
+            CHECK(check_on_device<ops::Linear>(setup(activation, {4, group, 1, desc_act}, std::uint64_t(in)),
+                                               linear_example(tokens, in, 40, ops::Epilogue::residual)));
+          }
         }
   // Parts of four chunks, in clusters of one block to eight.
   for (DType activation : {DType::f16, DType::bf16})
     for (std::int64_t in : {2048, 4096, 8192, 10240, 14336, 16384})
       for (ops::Epilogue epilogue : {ops::Epilogue::residual, ops::Epilogue::swiglu}) {
-        const std::int64_t tokens = epilogue == ops::Epilogue::swiglu ? 16 : 11;
-        INFO("in " << in << ", tokens " << tokens);
-        CHECK(check_on_device<ops::Linear>(setup(activation, {4, in == 8192 ? 256 : 128, 1, false}, std::uint64_t(in)),
+        const bool gated = epilogue == ops::Epilogue::swiglu;
+        for (const std::int64_t tokens : {gated ? 16 : 11, gated ? 32 : 27}) {
+          INFO("in " << in << ", tokens " << tokens);
+          CHECK(
+              check_on_device<ops::Linear>(setup(activation, {4, in == 8192 ? 256 : 128, 1, false}, std::uint64_t(in)),
                                            linear_example(tokens, in, 40, epilogue)));
+        }
       }
-  // Launches of 16 tokens and one of what is left: without scratch memory no other kernel takes columns with an order.
-  for (std::int64_t tokens : {17, 31, 64})
+  // Launches of 32 tokens and one of what is left: without scratch memory no other kernel takes columns with an order.
+  for (std::int64_t tokens : {17, 31, 33, 64})
     for (const GptqSetup& format : {GptqSetup{4, 128, 1, true}, GptqSetup{8, 128, 1, false}})
       CHECK(check_on_device<ops::Linear>(setup(DType::f16, format, std::uint64_t(tokens)),
                                          linear_example(tokens, 648, 40, ops::Epilogue::none)));
@@ -107,7 +111,7 @@ TEST_CASE("linear on the GPU: GPTQ weights with a bias of another type than the 
 }
 
 TEST_CASE("linear on the GPU: GPTQ weights of so many rows that a thread finishes several elements", "[gpu][gptq]") {
-  for (std::int64_t tokens : {1, 8, 16})
+  for (std::int64_t tokens : {1, 8, 16, 32})
     for (std::int64_t out : {20480, 50304})
       for (ops::Epilogue epilogue : {ops::Epilogue::residual, ops::Epilogue::swiglu})
         CHECK(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 1, false}),
@@ -118,7 +122,8 @@ TEST_CASE("linear on the GPU: GPTQ weights as long as a cluster takes", "[gpu][g
   for (std::int64_t in : {2568, 5128, 10240, 20480})
     CHECK(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 0, false}), {{3, in, 32, false}, {}}));
   // So many elements that a cluster's blocks share them out.
-  for (auto [tokens, in, out] : {std::array<std::int64_t, 3>{16, 5128, 5120}, {8, 5128, 9728}})
+  for (auto [tokens, in, out] :
+       {std::array<std::int64_t, 3>{16, 5128, 5120}, {8, 5128, 9728}, {32, 10240, 2560}, {25, 5120, 5120}})
     for (ops::Epilogue epilogue : {ops::Epilogue::residual, ops::Epilogue::swiglu})
       CHECK(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 0, false}),
                                          linear_example(tokens, in, out, epilogue)));

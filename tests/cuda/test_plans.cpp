@@ -176,6 +176,7 @@ Launch linear_gptq_launch(const Arch& arch, std::int64_t in, std::int64_t out, c
                           bool shares_sms = false) {
   GptqSizes sizes{int((out + 15) / 16), int((in + 63) / 64), 4, w.tokens() == 1};
   sizes.wide = turns == kLinearGptqTurns && gptq_is_wide(arch, sizes, w.tokens());
+  if (turns == kLinearGptqTurns) blocks_per_sm = linear_gptq_blocks_per_sm(sizes.wide, w.tokens());
   GptqPlan plan = gptq_plan(arch, sizes, w.tokens(), turns, blocks_per_sm);
   if (plan.grid > 0 && shares_sms) fill_device(arch, sizes.tiles, blocks_per_sm, plan);
   if (plan.grid == 0) return {.threads = 32, .share = {}};  // too many columns: the call is refused
@@ -758,14 +759,22 @@ TEST_CASE("linear of 4 bits: which calls the wide kernel takes, and its blocks h
   CHECK_FALSE(gptq_is_wide(kH200, {160, 40, 1}, 16));
   CHECK_FALSE(gptq_is_wide(kRtx5090, sizes, 16));
   CHECK_FALSE(gptq_is_wide(invariant_arch(kH200), sizes, 16));
+  // The plan of a launch of all these tokens. An SM has room for two blocks of up to 16 tokens, for one of more.
+  const auto wide_plan = [](const GptqSizes& of, int tokens) {
+    const int blocks = linear_gptq_blocks_per_sm(true, tokens);
+    CHECK(blocks == (tokens > 16 ? 1 : 2));
+    const GptqPlan p = gptq_plan(kH200, of, tokens, kLinearGptqTurns, blocks);
+    REQUIRE((p.grid > 0 && p.tokens == tokens));
+    CHECK(blocks * (linear_gptq_smem_bytes(kH200, p) + 1024) <= kH200.smem_per_sm_bytes);
+    return p;
+  };
   for (int halves : {2, 4, 8})
     for (int chunks : {1, 3, 10, 11, 40, 64, 65, 160, 192}) {
       CAPTURE(halves, chunks);
       const GptqSizes of{chunks == 64 ? 1792 : 160, chunks, halves, false, false, true};
-      const GptqPlan p = gptq_plan(kH200, of, 16, kLinearGptqTurns, kLinearGptqBlocksPerSm);
-      REQUIRE((p.grid > 0 && p.tokens == 16));
-      // Two blocks an SM.
-      CHECK(kLinearGptqBlocksPerSm * (linear_gptq_smem_bytes(kH200, p) + 1024) <= kH200.smem_per_sm_bytes);
+      const GptqPlan p = wide_plan(of, 16), of_32 = wide_plan(of, 32);
+      // The same columns, so that a row has the same bits.
+      CHECK((of_32.split == p.split && of_32.chunks == p.chunks && of_32.longer == p.longer));
       std::vector<int> of_block(static_cast<std::size_t>(p.split)), taken(static_cast<std::size_t>(chunks));
       for (int rank = 0; rank < p.split; ++rank)
         for (int part = 0; part < kGptqParts; ++part) {
@@ -784,11 +793,11 @@ TEST_CASE("linear of 4 bits: which calls the wide kernel takes, and its blocks h
     CAPTURE(chunks);
     const GptqSizes of{chunks == 64 ? 1792 : 256, chunks, 4, false, true, true};
     CHECK(gptq_is_wide(kH200, of, 16));
-    const GptqPlan p = gptq_plan(kH200, of, 16, kLinearGptqTurns, kLinearGptqBlocksPerSm);
-    REQUIRE((p.grid > 0 && p.tokens == 16));
-    CHECK(p.split == chunks / (kGptqParts * kGptqQuad));
-    CHECK((p.chunks == kGptqQuad && p.longer == 0));
-    CHECK(kLinearGptqBlocksPerSm * (linear_gptq_smem_bytes(kH200, p) + 1024) <= kH200.smem_per_sm_bytes);
+    for (const int tokens : {16, 32}) {
+      const GptqPlan p = wide_plan(of, tokens);
+      CHECK(p.split == chunks / (kGptqParts * kGptqQuad));
+      CHECK((p.chunks == kGptqQuad && p.longer == 0));
+    }
   }
   CHECK_FALSE(gptq_is_wide(kH200, {256, 288, 4, false, true}, 16));
   const GptqLayout whole{.row_tiles = 256, .chunks = 64, .columns_per_group = 128, .inputs = 4096};
@@ -819,7 +828,7 @@ TEST_CASE("linear of 4 bits: which calls the wide kernel takes, and its blocks h
     launches.push_back(p.tokens);
     return Status();
   }));
-  CHECK(launches == std::vector<std::int64_t>{0, 16, 16, 16, 32, 3});
+  CHECK(launches == std::vector<std::int64_t>{0, 32, 32, 3});
 }
 
 TEST_CASE("two products of 4 bits in one launch: a cluster's blocks take all columns of both, the first finishes",

@@ -202,7 +202,7 @@ class GptqOneTokenX {
   std::uint32_t chunks_;  // bit c says that chunk c is of a group of the lane's column
 };
 
-/// Two to 16 tokens in registers. A product has eight columns, each of which takes one token of an octet. Lanes 4n to
+/// Two to 32 tokens in registers. A product has eight columns, each of which takes one token of an octet. Lanes 4n to
 /// 4n + 3 hold the activations of column n, two vectors of each chunk. The sums of columns without a token are never
 /// read.
 template <class T, GptqConfig C>

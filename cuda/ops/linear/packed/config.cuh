@@ -15,9 +15,9 @@ struct GptqConfig {
   constexpr int threads() const { return gptq_threads(turns); }
   constexpr bool one_token() const { return tokens == GptqTokens::one; }
   /// Octets of tokens: a product has eight columns.
-  constexpr int octets() const { return tokens == GptqTokens::sixteen ? 2 : 1; }
+  constexpr int octets() const { return (int(tokens) + 7) / 8; }
   /// The wide kernel of long parts: every slice is `chunks` chunks.
-  constexpr bool in_quads() const { return octets() == 2 && chunks == kGptqQuad; }
+  constexpr bool in_quads() const { return octets() > 1 && chunks == kGptqQuad; }
   /// Whether a warp holds its slice of x in registers.
   constexpr bool x_in_registers() const { return !half_chunks; }
   /// How many elements of y a thread prepares before x has arrived: as many as its registers have room for.

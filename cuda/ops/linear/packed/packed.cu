@@ -8,12 +8,15 @@ namespace {
 
 extern __shared__ __align__(128) char gptq_smem[];
 
+/// Whether a kernel is a wide one: other devices' plans have no launches of those.
+constexpr bool is_wide(GptqTokens tokens, bool half_chunks) { return tokens >= GptqTokens::sixteen && !half_chunks; }
+
 template <class T, GptqTokens Tokens, bool HalfChunks, int Rows, bool Gated, int Chunks>
-__global__ void __launch_bounds__(gptq_threads(kLinearGptqTurns), kLinearGptqBlocksPerSm)
+__global__ void __launch_bounds__(gptq_threads(kLinearGptqTurns),
+                                  linear_gptq_blocks_per_sm(is_wide(Tokens, HalfChunks), int(Tokens)))
     linear_gptq_kernel([[maybe_unused]] const __grid_constant__ GptqCall c) {
   constexpr GptqConfig config = linear_gptq_config(Tokens, HalfChunks, Rows, Chunks);
-  // Other devices' plans have no launches of the wide kernels.
-  if constexpr (is_hopper(kCompiledFor) || Tokens != GptqTokens::sixteen || HalfChunks) {
+  if constexpr (is_hopper(kCompiledFor) || !is_wide(Tokens, HalfChunks)) {
     let_successor_start();
     gptq_block<T, config>(c.matrix, c.plan, c.tokens, LinearEpilogue<T, Rows, Gated>{{c}}, gptq_smem);
   }
@@ -29,14 +32,19 @@ struct LinearGptqKernels {
   static constexpr auto kernel = linear_gptq_kernel<T, Tokens, HalfChunks, rows(Tokens, HalfChunks), Gated, Chunks>;
 };
 
+template <class T, bool Gated, GptqTokens Tokens>
+auto wide_kernel_for(int rows, const GptqPlan& plan) {
+  if (gptq_slice_chunks(plan) == kGptqQuad) return linear_gptq_kernel<T, Tokens, false, 4, Gated, kGptqQuad>;
+  return rows == 1 ? linear_gptq_kernel<T, Tokens, false, 1, Gated, kGptqWideChunks>
+                   : linear_gptq_kernel<T, Tokens, false, 4, Gated, kGptqWideChunks>;
+}
+
 /// The kernel for a plan whose elements may have up to `rows` rows.
 template <class T, bool Gated>
 auto kernel_for(int rows, const GptqPlan& plan, const GptqSizes& sizes) {
-  if (plan.wide && gptq_slice_chunks(plan) == kGptqQuad)
-    return linear_gptq_kernel<T, GptqTokens::sixteen, false, 4, Gated, kGptqQuad>;
   if (plan.wide)
-    return rows == 1 ? linear_gptq_kernel<T, GptqTokens::sixteen, false, 1, Gated, kGptqWideChunks>
-                     : linear_gptq_kernel<T, GptqTokens::sixteen, false, 4, Gated, kGptqWideChunks>;
+    return plan.tokens > kGptqWideTokens ? wide_kernel_for<T, Gated, GptqTokens::thirty_two>(rows, plan)
+                                         : wide_kernel_for<T, Gated, GptqTokens::sixteen>(rows, plan);
   return rows == 1   ? gptq_kernel_for<LinearGptqKernels<T, 1, Gated>>(plan, sizes)
          : rows == 2 ? gptq_kernel_for<LinearGptqKernels<T, 2, Gated>>(plan, sizes)
                      : gptq_kernel_for<LinearGptqKernels<T, 4, Gated>>(plan, sizes);
@@ -55,7 +63,8 @@ Status launch_packed(const ops::Linear::Args& a, const PackedLaunches& plan, Lau
     GptqCall c = gptq_call(a, weight, layout);
     for (const auto& l : plan.launches) {
       c.plan = l.plan;
-      if (launches.mode().shares_sms) fill_device(launches.arch(), sizes.tiles, kLinearGptqBlocksPerSm, c.plan);
+      if (launches.mode().shares_sms)
+        fill_device(launches.arch(), sizes.tiles, linear_gptq_blocks_per_sm(c.plan.wide, c.plan.tokens), c.plan);
       c.tokens = int(l.tokens);
       // An element has two rows if each thread then has at most one element. The first block of a cluster has more
       // elements; there an element has four rows.

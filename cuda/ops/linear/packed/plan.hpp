@@ -13,7 +13,7 @@
 namespace cf::cuda {
 
 /// A block divides its columns into this many parts, of up to kGptqMaxChunks chunks of 64 columns. One token's slice of
-/// x takes fewer registers, so that its parts may have kGptqOneTokenChunks; those of 16 tokens take more and have
+/// x takes fewer registers, so that its parts may have kGptqOneTokenChunks; those of 16 and 32 tokens take more and have
 /// kGptqWideChunks or, where all parts of a matrix have so many, kGptqQuad.
 inline constexpr int kGptqParts = 8, kGptqMaxChunks = 5, kGptqOneTokenChunks = 8, kGptqWideChunks = 3, kGptqQuad = 4;
 /// A part has `turns` warps, which take the block's tiles in turn.
@@ -43,11 +43,17 @@ inline GptqMatrix gptq_matrix(const PackedWeight& w, const GptqLayout& layout) {
 }
 
 /// A warp holds its part of x in registers for up to this many tokens, the columns of a product; in the wide kernel for
-/// up to kGptqWideTokens. Where a group can end in the middle of a chunk, x lies in shared memory, once for each part.
-inline constexpr int kGptqRegisterTokens = 8, kGptqWideTokens = 16;
-/// The most tiles of a cluster of the wide kernel: an SM has room for the sums of two blocks. More clusters than the
+/// up to kGptqWideTokens, two blocks an SM, or kGptqWidestTokens, one block an SM. Where a group can end in the middle of
+/// a chunk, x lies in shared memory, once for each part, for up to kGptqWideTokens.
+inline constexpr int kGptqRegisterTokens = 8, kGptqWideTokens = 16, kGptqWidestTokens = 32;
+/// The most tiles of a cluster of the wide kernel: an SM has room for the sums of its blocks. More clusters than the
 /// device holds take their turn.
-inline constexpr int kGptqWideTiles = 8;
+inline constexpr int kGptqWideTiles = 8, kGptqWidestTiles = 10;
+
+/// The blocks of an SM in a launch of linear. Up to kGptqWidestTokens tokens take twice the registers.
+constexpr int linear_gptq_blocks_per_sm(bool wide, std::int64_t tokens) {
+  return wide && tokens > kGptqWideTokens ? 1 : kLinearGptqBlocksPerSm;
+}
 
 /// What a plan depends on: the sizes of a matrix, whose groups have halves_a_group half chunks of 32 columns, and
 /// whether the kernel of one token or the wide one multiplies it. Both take groups of whole chunks, and calls of one
@@ -206,7 +212,8 @@ constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, c
                                const GptqAhead& ahead_of_many, GptqPlan& p) {
   const int clusters = blocks_per_sm * arch.sm_count / p.split;
   const int slots = std::max(1, p.split > 2 ? clusters * arch.tuning->packed_clusters_elevenths / 11 : clusters);
-  const int rounds = p.wide ? (tiles - 1) / (slots * kGptqWideTiles) + 1 : 1;
+  const int most_tiles = p.tokens > kGptqWideTokens ? kGptqWidestTiles : kGptqWideTiles;
+  const int rounds = p.wide ? (tiles - 1) / (slots * most_tiles) + 1 : 1;
   p.tiles = (tiles + slots * rounds - 1) / (slots * rounds);
   p.full = (tiles + p.tiles - 1) / p.tiles;
   p.grid = p.full * p.split;
@@ -232,7 +239,8 @@ constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, c
 
 /// The most tokens of a launch.
 constexpr int gptq_most_tokens(const GptqSizes& m) {
-  return m.wide || m.halves_a_group % 2 ? kGptqWideTokens : kGptqRegisterTokens;
+  if (m.wide) return kGptqWidestTokens;
+  return m.halves_a_group % 2 ? kGptqWideTokens : kGptqRegisterTokens;
 }
 
 /// The plan of one launch for up to gptq_most_tokens() tokens, or for fewer where shared memory is short. `grid` is 0
@@ -343,7 +351,7 @@ inline Status check_gptq_activation(std::string_view op, DType dtype) {
 
 /// The most tokens that a kernel takes. Each gives a token the same bits however many tokens there are. The kernel of
 /// one multiplies activations as digits. Calls of one token take it, because it is faster.
-enum class GptqTokens { one, eight, sixteen };
+enum class GptqTokens { one = 1, eight = 8, sixteen = 16, thirty_two = 32 };
 
 /// Chooses a Kernels::kernel<GptqTokens, HalfChunks, Chunks> for a plan. Chunks is the most that a slice may have. The
 /// kernels for slices of up to kGptqMaxChunks need fewer registers.
@@ -373,8 +381,9 @@ inline Status unpacked_gptq(std::string_view op) {
 
 using PackedLaunches = TokenLaunches<GptqPlan>;
 
-/// Whether linear takes the wide kernel, which reads the weights once for 16 tokens. All launches of a call take the
-/// same kernel, so that a row's bits do not depend on which launch has it. The kernel is compiled for Hopper alone.
+/// Whether linear takes the wide kernel, which reads the weights once for 16 tokens or for 32. Both give a row the same
+/// bits. All launches of a call take it, so that a row's bits do not depend on which launch has it. The kernel is compiled
+/// for Hopper alone.
 constexpr bool gptq_is_wide(const Arch& arch, const GptqSizes& m, std::int64_t call_tokens) {
   return call_tokens > kGptqRegisterTokens && m.halves_a_group % 2 == 0 && arch.has_wgmma() &&
          !arch.tuning->is_invariant() &&
@@ -396,7 +405,8 @@ template <class F>
 Status for_each_gptq_launch(const Arch& arch, GptqSizes sizes, std::int64_t tokens, F&& f) {
   sizes.wide = gptq_is_wide(arch, sizes, tokens);
   for (std::int64_t first = 0; first < tokens;) {
-    const GptqPlan plan = gptq_plan(arch, sizes, tokens - first, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+    const GptqPlan plan =
+        gptq_plan(arch, sizes, tokens - first, kLinearGptqTurns, linear_gptq_blocks_per_sm(sizes.wide, tokens - first));
     if (plan.grid == 0)
       return Status::error(Code::unimplemented, "linear: cuda takes GPTQ weights of up to " +
                                                     std::to_string(kGptqMaxColumns) + " columns, got " +
