@@ -182,11 +182,13 @@ constexpr PackedTilesPlan packed_tiles_plan(const Arch& arch, const GptqLayout& 
 inline std::string to_string(const PackedTilesPlan& p) {
   return plan_text({{p.clusters, "clusters"},
                     {p.rounds(), "rounds"},
-                    {p.halves, p.side_by_side ? "parts of the columns side by side" : "parts of the columns in turn"},
                     {p.token_groups, "token groups"},
                     {p.row_groups, "row groups"},
                     {p.token_tile, "tokens a tile"},
                     {packed_tiles_smem_bytes(p.token_tile), "B of shared memory"}}) +
+         (p.halves == 1    ? ""
+          : p.side_by_side ? ", half of the columns a block"
+                           : ", halves of the columns in turn") +
          columns_text(p.columns_bytes);
 }
 
