@@ -14,10 +14,10 @@
 #include "apps/bench/step_plan.hpp"
 #include "apps/cli/options.hpp"
 #include "apps/cli/program.hpp"
+#include "apps/cli/quant.hpp"
 #include "apps/cli/sweep.hpp"
 #include "apps/cli/terminal.hpp"
 #include "apps/verify/golden_walk.hpp"
-#include "core/fp8.hpp"
 #include "core/procedural.hpp"
 #include "core/resources.hpp"
 #include "cpu_ref/cpu_ref.hpp"
@@ -31,12 +31,12 @@ namespace fs = std::filesystem;
 using checkpoint::LoadedLayer;
 using checkpoint::ModelSource;
 
-constexpr std::int64_t kMaxBatch = 4096, kMaxRuns = 1'000'000, kMaxGroup = 1 << 22, kMaxTokens = 1 << 20;
+constexpr std::int64_t kMaxBatch = 4096, kMaxRuns = 1'000'000, kMaxTokens = 1 << 20;
 
 struct Options {
-  std::string model, preset, quant, layers, first_layers, kv_lens, backend = "cpu", json, csv, dump;
+  std::string model, preset, layers, first_layers, kv_lens, backend = "cpu", json, csv, dump;
   std::optional<DType> dtype;
-  std::optional<std::int64_t> group;  // with quant
+  QuantOptions quant;
   std::uint64_t seed = 0;
   std::int64_t batch = 1, q_len = 1, threads = omp_get_max_threads();
   BenchOptions bench;
@@ -50,7 +50,7 @@ struct Options {
 /// The model that the options name.
 checkpoint::ModelChoice choice_of(const Options& o) {
   checkpoint::ModelChoice choice{.directory = o.model, .preset = o.preset, .dtype = o.dtype, .seed = o.seed};
-  if (!o.quant.empty()) choice.linears = {.bits = 4, .group_size = o.group.value_or(128)};
+  choice.linears = o.quant.format();
   return choice;
 }
 
@@ -82,6 +82,8 @@ void check_together(const Options& o, const CommandLine& line, Faults& faults) {
       if (line.given(option)) faults.add(fmt::format("{}: expected without --gpus", option));
   if (o.bench.warm && o.whole_model)
     faults.add("--warm: expected without --whole-model: no cache holds the weights of all layers");
+  if (o.quant.format().is_fp8 && !o.dump.empty())
+    faults.add("--dump: expected dense or GPTQ weights of a preset, got fp8 ones");
   if (o.cuda() && !o.dump.empty() && o.device.impls != "unfused")
     faults.add("--dump: expected with --impl unfused, the only one to keep every site's output");
 }
@@ -91,7 +93,6 @@ void take_model(const Options& o, Plan& plan, Faults& faults) {
   Result<ModelSource> source = ModelSource::open(choice_of(o));
   if (!source) return faults.add(source.status());
   const ModelConfig& m = source->config();
-  if ((o.cuda() || o.plan) && source->is_fp8()) return faults.add(no_fp8_kernels(m.name, "cuda"));
   const auto take = [&](const char* option, const std::string& text, const Range& range,
                         std::vector<std::int64_t>& values) {
     if (text.empty()) return;
@@ -234,8 +235,8 @@ std::string reproduce_line(const Options& o, const LayerReport& r) {
   };
   o.model.empty() ? add("--preset", o.preset) : add("--model", o.model);
   if (o.dtype) add("--dtype", std::string(to_string(*o.dtype)));
-  if (!o.quant.empty()) add("--quant", o.quant);
-  if (o.group) add("--group", std::to_string(*o.group));
+  if (!o.quant.name.empty()) add("--quant", o.quant.name);
+  if (o.quant.group) add("--group", std::to_string(*o.quant.group));
   add("--seed", std::to_string(o.seed));
   add("--layer", std::to_string(r.layer));
   add("--kv-len", std::to_string(r.load.kv_len));
@@ -381,9 +382,7 @@ int run(int argc, const char* const* argv) {
   line.seed("--seed", o.seed, "Seed of procedural weights and activations");
   line.dtype("--dtype", o.dtype, {DType::f16, DType::bf16, DType::f32},
              "Stored dtype of a preset's weights, the preset's own when left out");
-  line.choice("--quant", o.quant, {"gptq"}, "Quantise a preset's Linears to 4 bits");
-  line.integer("--group", o.group, {1, kMaxGroup, "", -1},
-               "Inputs that share a scale with --quant, -1 for all; 128 when left out");
+  declare_quant(line, o.quant, "a preset's Linears");
   line.group("Step");
   line.text("--layer", o.layers, "Layers: numbers and ranges, such as 0-3,7", "LIST");
   line.flag("--whole-model", o.whole_model, "Time all layers back to back (cuda)");
@@ -423,7 +422,6 @@ int run(int argc, const char* const* argv) {
   line.require("--kv-len");
   line.needs("--dtype", "--preset");
   line.needs("--quant", "--preset");
-  line.needs("--group", "--quant");
   line.needs("--first-layers", "--whole-model");
   line.needs("--ablate", "--whole-model");
   line.needs("--gpu", "--plan");

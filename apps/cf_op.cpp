@@ -9,6 +9,7 @@
 #include "apps/bench/report_file.hpp"
 #include "apps/cli/options.hpp"
 #include "apps/cli/program.hpp"
+#include "apps/cli/quant.hpp"
 #include "apps/cli/sweep.hpp"
 #include "apps/cli/table.hpp"
 #include "golden/checkpoint/model_source.hpp"
@@ -18,12 +19,12 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr std::int64_t kMaxTokens = 1 << 20, kMaxRuns = 1'000'000, kMaxGroup = 1 << 22;
+constexpr std::int64_t kMaxTokens = 1 << 20, kMaxRuns = 1'000'000;
 
 struct Options {
-  std::string preset, batches = "1", kv_lens = "1", quant, backend = "cuda", json;
+  std::string preset, batches = "1", kv_lens = "1", backend = "cuda", json;
   std::optional<DType> dtype;
-  std::optional<std::int64_t> group;  // with quant
+  QuantOptions quant;
   OpBenchRequest request;
 };
 
@@ -59,7 +60,7 @@ void take_model(Options& o, Faults& faults) {
   if (!model) return faults.add(model.status());
   r.model = std::move(*model);
   r.dtype = o.dtype.value_or(DType::f16);
-  if (!o.quant.empty()) r.linears = {.bits = 4, .group_size = o.group.value_or(128)};
+  r.linears = o.quant.format();
   const auto batches = parse_sweep("--batch", o.batches, {1, kMaxTokens});
   const auto kv_lens =
       parse_sweep("--kv-len", o.kv_lens, {1, r.model.max_position_embeddings, "positions of " + r.model.name});
@@ -73,9 +74,7 @@ void take_model(Options& o, Faults& faults) {
 std::vector<std::string> names(const std::vector<std::string_view>& ops) { return {ops.begin(), ops.end()}; }
 
 std::string weights(const OpBenchRequest& r) {
-  if (r.linears.bits == 0) return "procedural";
-  return fmt::format("procedural, GPTQ of {} bits, {}", r.linears.bits,
-                     r.linears.group_size == -1 ? "one group" : fmt::format("group {}", r.linears.group_size));
+  return r.linears.bits == 0 ? "procedural" : "procedural, " + checkpoint::describe(r.linears);
 }
 
 std::string report_json(const OpBenchRequest& r, const std::string& command, const Report& report, bool complete) {
@@ -188,9 +187,7 @@ int run(int argc, const char* const* argv) {
   line.integer("--layers", r.layers, {0, OpBenchRequest::kMaxLayers},
                "Sets of tensors that the graph goes through; 0 for as many as hold four times the L2");
   line.dtype("--dtype", o.dtype, {DType::f16, DType::bf16, DType::f32}, "Dtype of the tensors, float16 when left out");
-  line.choice("--quant", o.quant, {"gptq"}, "Quantise the op's matrices to 4 bits");
-  line.integer("--group", o.group, {1, kMaxGroup, "", -1},
-               "Inputs that share a scale with --quant, -1 for all; 128 when left out");
+  declare_quant(line, o.quant, "the op's matrices");
   line.group("Timing");
   line.choice("--backend,--device", o.backend, {"cuda"}, "What runs the op");
   line.integer("--runs", r.bench.runs, {1, kMaxRuns}, "Timed replays of the graph");
@@ -203,10 +200,9 @@ int run(int argc, const char* const* argv) {
                "cf-op attention --preset llama-3.1-8b --batch 8 --kv-len 512,2048");
   line.require("op");
   line.require("--preset");
-  line.needs("--group", "--quant");
   line.check([&](Faults& faults) {
     const std::vector<std::string> linears = names(linear_op_names());
-    if (!o.quant.empty() && !r.op.empty() && std::find(linears.begin(), linears.end(), r.op) == linears.end())
+    if (r.linears.bits && !r.op.empty() && std::find(linears.begin(), linears.end(), r.op) == linears.end())
       faults.add(fmt::format("--quant: expected with {}, got {}", list_of(linears), r.op));
     if (line.given("--preset")) take_model(o, faults);
   });

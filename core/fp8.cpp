@@ -15,15 +15,20 @@ std::int64_t words(const PackedWeight& w) {
 
 }  // namespace
 
+PackedWeight fp8_outline(std::int64_t out, std::int64_t in, std::int64_t group_size) {
+  PackedWeight w{.packer = kFp8Packer,
+                 .format = {.bits = 8, .group_size = group_size, .is_fp8 = true},
+                 .out = out,
+                 .in = in,
+                 .data = {},
+                 .layout = {}};
+  w.data.shape = {words(w)};
+  return w;
+}
+
 OwnedFp8::OwnedFp8(std::int64_t out, std::int64_t in, std::int64_t group_size)
-    : weight{.packer = kFp8Packer,
-             .format = {.bits = 8, .group_size = group_size},
-             .out = out,
-             .in = in,
-             .data = {},
-             .layout = {}} {
-  storage = Tensor(DType::i32, {words(weight)});
-  weight.data = {storage.as<std::int32_t>(), {storage.size()}};
+    : weight(fp8_outline(out, in, group_size)), storage(DType::i32, {weight.data.size()}) {
+  weight.data.data = storage.as<std::int32_t>();
 }
 
 Fp8Weight OwnedFp8::view() const { return fp8_of(weight); }
@@ -51,11 +56,6 @@ Fp8Weight fp8_of(const PackedWeight& w) {
           .group_size = w.format.group_size,
           .codes = static_cast<const e4m3*>(codes),
           .scales = static_cast<const float*>(scales)};
-}
-
-Status no_fp8_kernels(std::string_view name, std::string_view backend) {
-  return Status::error(Code::unimplemented, std::string(name) + ": " + std::string(backend) +
-                                                " has no kernels for fp8 weights, expected dense or GPTQ ones");
 }
 
 }  // namespace cf

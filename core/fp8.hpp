@@ -45,8 +45,7 @@ struct Fp8Weight {
 };
 
 /// An fp8 matrix travels as a PackedWeight of this packer: `data` is the codes, filled up to a whole word with zeros,
-/// and behind them the scales; `format` is 8 bits with the group_size. WeightFormat::bytes() counts three bytes a scale,
-/// not four.
+/// and behind them the scales; `format` is 8 bits of fp8 with the group_size.
 inline constexpr std::string_view kFp8Packer = "fp8";
 
 /// An fp8 matrix in memory of its own, of zeros at first.
@@ -61,6 +60,9 @@ struct OwnedFp8 {
   Tensor storage;
 };
 
+/// An fp8 matrix without values: `data` has its size alone.
+PackedWeight fp8_outline(std::int64_t out, std::int64_t in, std::int64_t group_size);
+
 bool is_fp8(const LinearWeight& weight);
 
 /// Refuses a weight of kFp8Packer whose group_size is below 1, or whose `data` has another size than its matrix.
@@ -68,8 +70,5 @@ Status check_fp8(std::string_view op, const PackedWeight& weight);
 
 /// The matrix of a weight that check_fp8() accepts.
 Fp8Weight fp8_of(const PackedWeight& weight);
-
-/// The refusal of a backend without kernels for fp8 weights; `name` is a model's or an op's.
-Status no_fp8_kernels(std::string_view name, std::string_view backend);
 
 }  // namespace cf

@@ -80,27 +80,68 @@ std::future<std::invoke_result_t<Make>> begin(const Make& make, std::int64_t byt
   return std::async(std::launch::deferred, make);
 }
 
-/// fill_procedural() of a whole tensor, where it is large on several threads.
-void fill_on_threads(Tensor& t, ProceduralKind kind, std::uint64_t seed, std::string_view name, int threads) {
+/// Calls fill(first, count) for all of `size` elements, where these are many on several threads.
+template <class Fill>
+void fill_on_threads(std::int64_t size, std::int64_t element_bytes, int threads, const Fill& fill) {
   constexpr std::int64_t least = 1 << 19;  // elements of a part
-  const std::int64_t parts = std::clamp<std::int64_t>(t.size() / least, 1, threads);
-  const std::int64_t part = (t.size() + parts - 1) / parts;
+  const std::int64_t parts = std::clamp<std::int64_t>(size / least, 1, threads);
+  const std::int64_t part = (size + parts - 1) / parts;
   std::vector<std::future<void>> made;
-  for (std::int64_t first = 0; first < t.size(); first += part) {
-    const auto fill = [&, first] {
-      fill_procedural(static_cast<std::byte*>(t.data()) + first * std::int64_t(size_bytes(t.dtype())), t.dtype(), first,
-                      std::min(part, t.size() - first), kind, seed, name);
-    };
-    made.push_back(begin(fill, first == 0 ? 0 : part * std::int64_t(size_bytes(t.dtype()))));
+  for (std::int64_t first = 0; first < size; first += part) {
+    const auto fill_part = [&, first] { fill(first, std::min(part, size - first)); };
+    made.push_back(begin(fill_part, first == 0 ? 0 : part * element_bytes));
   }
   for (std::future<void>& f : made) f.get();
 }
 
-/// Makes every Linear a GPTQ weight of this format, still without tensors. A format of 0 bits leaves them dense.
+/// The float8 number nearest to x, which lies within their range; of two the even one.
+e4m3 nearest_e4m3(float x) {
+  e4m3 best{0};
+  const auto distance = [&](std::uint8_t bits) { return std::abs(std::abs(x) - widen<float>(e4m3{bits})); };
+  for (std::uint8_t bits = 1; bits < 0x7f; ++bits) {
+    const float nearer = distance(best.bits) - distance(bits);
+    if (nearer > 0 || (nearer == 0 && bits % 2 == 0)) best.bits = bits;
+  }
+  if (x < 0) best.bits |= 0x80;
+  return best;
+}
+
+OwnedFp8 make_fp8(const PackedWeight& like, std::uint64_t seed, const std::string& name, int threads) {
+  OwnedFp8 w(like.out, like.in, like.format.group_size);
+  static const std::vector<e4m3> table = [] {
+    std::vector<e4m3> numbers;
+    for (int n = -1022; n <= 1022; ++n) numbers.push_back(nearest_e4m3(float(n) * 0x1p-2f));
+    return numbers;
+  }();
+  const std::uint64_t codes = key_of(seed, name + ".weight"), scales = key_of(seed, name + ".weight_scale");
+  fill_on_threads(w.weight.out * w.weight.in, 1, threads, [&](std::int64_t first, std::int64_t count) {
+    for (std::int64_t i = first; i < first + count; ++i)
+      w.codes()[i] = table[std::size_t(bell(codes, std::uint64_t(i)) + 1022)];
+  });
+  for (std::int64_t i = 0; i < w.weight.out * w.view().groups(); ++i)
+    w.scales()[i] = value(ProceduralKind::gain, bell(scales, std::uint64_t(i))) * 0x1p-12f;
+  return w;
+}
+
+/// Makes every Linear a quantised weight of this format, still without values. A format of 0 bits leaves them dense.
 void mark_quantised(const ModelSpec& m, WeightFormat format, LayerWeights& weights) {
   if (!format.bits) return;
   for_each_linear(m, weights, [&](const Site&, LinearParams& l, const LinearSize& size) {
-    l.weight = GptqWeight{.bits = format.bits, .group_size = format.group_size == -1 ? size.in : format.group_size};
+    const std::int64_t group = format.group_size == -1 ? size.in : format.group_size;
+    if (format.is_fp8)
+      l.weight = fp8_outline(size.out, size.in, group);
+    else
+      l.weight = GptqWeight{.bits = format.bits, .group_size = group};
+  });
+}
+
+/// Calls f(name, packed) for every fp8 weight of a layer, by its module's name in the model.
+template <class F>
+void for_each_fp8(const ModelSpec& m, std::int64_t layer, LayerWeights& weights, F&& f) {
+  for_each_linear(m, weights, [&](const Site& site, LinearParams& l, const LinearSize&) {
+    if (is_fp8(l.weight))
+      f(names_of(m).layer(layer).substr(names_of(m).base().size()) + std::string(site.name),
+        std::get<PackedWeight>(l.weight));
   });
 }
 
@@ -112,7 +153,11 @@ Tensor make_weight(const TensorSpec& spec, V& view, const Extents& shape, DType 
   Tensor t(dtype, Shape(shape.begin(), shape.end()));
   if (is_weight(spec.role)) {
     const auto kind = spec.role == Role::gain ? ProceduralKind::gain : ProceduralKind::weight;
-    fill_on_threads(t, kind, seed, spec.name, threads);
+    const auto element_bytes = std::int64_t(size_bytes(dtype));
+    fill_on_threads(t.size(), element_bytes, threads, [&](std::int64_t first, std::int64_t count) {
+      fill_procedural(static_cast<std::byte*>(t.data()) + first * element_bytes, dtype, first, count, kind, seed,
+                      spec.name);
+    });
   } else {
     fill_gptq(t, linears, seed, spec.name);
   }
@@ -188,6 +233,11 @@ OwnedLayerWeights procedural_layer(const ModelSpec& m, DType dense, std::int64_t
     const std::string name = names_of(m).layer(layer).substr(names_of(m).base().size()) + std::string(spec.name);
     owned.storage.push_back(make_weight({spec.role, name}, view, shape, dense, seed, linears, threads));
   });
+  for_each_fp8(m, layer, owned.weights, [&](const std::string& name, PackedWeight& packed) {
+    OwnedFp8 made = make_fp8(packed, seed, name, threads);
+    packed = made.weight;
+    owned.storage.push_back(std::move(made.storage));
+  });
   return owned;
 }
 
@@ -223,7 +273,7 @@ OwnedModelWeights procedural_model(const ModelSpec& m, DType dense, std::uint64_
 Result<OwnedModelWeights> procedural_model(const ModelSpec& m, DType dense, std::uint64_t seed, WeightFormat linears,
                                            const WeightsProgress& progress) {
   OwnedModelWeights owned{outline_model(m, dense, linears), {}};
-  const std::int64_t all_bytes = weight_bytes(m, owned.weights);
+  const std::int64_t all_bytes = weight_bytes(m, owned.weights) + packed_bytes(m, owned.weights);
   std::int64_t made_bytes = 0;
   Status told;
   // Threads make the next tensors; this one takes them in order.
@@ -244,6 +294,19 @@ Result<OwnedModelWeights> procedural_model(const ModelSpec& m, DType dense, std:
     };
     ahead.push_back({view.bytes(), begin(make, view.bytes())});
   });
+  for (std::size_t layer = 0; layer < owned.weights.layers.size(); ++layer)
+    for_each_fp8(m, std::int64_t(layer), owned.weights.layers[layer],
+                 [&](const std::string& name, PackedWeight& packed) {
+                   if (told && ahead.size() == threads) take();
+                   if (!told) return;
+                   const std::int64_t bytes = packed.data.bytes();
+                   const auto make = [name, &packed, seed] {
+                     OwnedFp8 made = make_fp8(packed, seed, name, 1);
+                     packed = made.weight;
+                     return std::move(made.storage);
+                   };
+                   ahead.push_back({bytes, begin(make, bytes)});
+                 });
   while (told && !ahead.empty()) take();
   CF_TRY(told);
   tie_embeddings(m, owned.weights);

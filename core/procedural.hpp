@@ -32,11 +32,13 @@ std::uint64_t checksum(const void* data, std::size_t bytes);
 
 /// The procedural weights of layer `layer`: each tensor is named "layers.N.<name>", of dtype f16, bf16 or f32. With a
 /// format of 4 or 8 bits every Linear is a GPTQ weight (zero_offset 0; a group_size of -1 is one group of all inputs),
-/// with r = mix(key + (i + 1) * 0x9e3779b97f4a7c15) as above:
+/// with r = mix(key + (i + 1) * 0x9e3779b97f4a7c15) as above, or fp8:
 ///   qweight  word i is r's low half: codes are uniform
 ///   qzeros   each code is one of the two integers next to the codes' mean; a bit of r chooses
 ///   scales   (1 + (n >> 3) * 2^-10) * 2^-(4 + bits): weights of sigma 0.018
 ///   g_idx    k / group_size
+///   weight   of fp8: the float8 number nearest to n * 2^-2
+///   weight_scale  of fp8, one for each row and group: (1 + (n >> 3) * 2^-10) * 2^-12, weights of sigma 0.018
 /// Values of large dense tensors are made on `threads` threads, 1 or more.
 OwnedLayerWeights procedural_layer(const ModelSpec& m, DType dtype, std::int64_t layer, std::uint64_t seed,
                                    WeightFormat linears = {}, int threads = 1);

@@ -43,14 +43,16 @@ void for_each_gptq_tensor(W& w, std::int64_t out, std::int64_t in, F&& f) {
 
 /// How a matrix is stored: enough to count the bytes that a product must read.
 struct WeightFormat {
-  int bits = 0;  // of a GPTQ code; 0 for a dense weight
+  int bits = 0;  // of a code; 0 for a dense weight
   std::int64_t group_size = 0;
+  bool is_fp8 = false;  // the codes are float8 numbers with float32 scales, those of fp8.hpp; otherwise GPTQ's
 
   /// g_idx is not counted: kernels do not read it. At most they read a permutation of the inputs in its place.
   constexpr double bytes(std::int64_t out, std::int64_t in, DType dense) const {
     const double elements = double(out) * double(in);
     if (bits == 0) return elements * double(size_bytes(dense));
-    const double zeros_and_scales = bits / 8.0 + double(size_bytes(DType::f16));
+    const double zeros_and_scales =
+        is_fp8 ? double(size_bytes(DType::f32)) : bits / 8.0 + double(size_bytes(DType::f16));
     return elements * bits / 8 + double((in + group_size - 1) / group_size) * double(out) * zeros_and_scales;
   }
 };

@@ -12,7 +12,6 @@
 #include "apps/cli/program.hpp"
 #include "apps/cli/terminal.hpp"
 #include "apps/verify/golden_walk.hpp"
-#include "core/fp8.hpp"
 #include "core/resources.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/model.hpp"
@@ -60,21 +59,17 @@ DeviceModelOptions device_options(const ModelOptions& o, std::int64_t slots, std
 }  // namespace
 
 void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
-  constexpr std::int64_t most_group = 1 << 22;
   line.group("Model");
   line.text("--model", o.choice.directory, "Checkpoint directory: config.json and safetensors", "DIR");
   line.reads("--model");
   line.text("--preset", o.choice.preset, "Model with procedural weights", "NAME", checkpoint::preset_names());
   line.dtype("--dtype", o.choice.dtype, {DType::f16, DType::bf16, DType::f32},
              "Stored dtype of a preset's weights, the preset's own when left out");
-  line.choice("--quant", o.quant, {"gptq"}, "Quantise a preset's Linears to 4 bits");
-  line.integer("--group", o.group, {1, most_group, "", -1},
-               "Inputs that share a scale with --quant, -1 for all; 128 when left out");
+  declare_quant(line, o.quant, "a preset's Linears");
   line.seed("--weights-seed", o.choice.seed, "Seed of a preset's weights");
   line.require_one("--model", "--preset");
   line.needs("--dtype", "--preset");
   line.needs("--quant", "--preset");
-  line.needs("--group", "--quant");
   line.needs("--weights-seed", "--preset");
   declare_backend(line, o, runs);
 }
@@ -146,7 +141,7 @@ DecoderOptions decoder_options(const ModelOptions& o) {
 
 checkpoint::ModelChoice choice_of(const ModelOptions& o) {
   checkpoint::ModelChoice choice = o.choice;
-  if (!o.quant.empty()) choice.linears = {.bits = 4, .group_size = o.group.value_or(128)};
+  choice.linears = o.quant.format();
   return choice;
 }
 
@@ -156,7 +151,6 @@ Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::in
   // Before the weights are loaded, which may take long.
   CF_TRY_ASSIGN(const checkpoint::ModelSource source, checkpoint::ModelSource::open(choice_of(o)));
   const ModelConfig& config = source.config();
-  if (o.cuda() && source.is_fp8()) return no_fp8_kernels(config.name, "cuda");
   if (o.cuda()) {
     CF_TRY_ASSIGN(DeviceTimer device, DeviceTimer::create());
     running.device = std::make_shared<DeviceTimer>(std::move(device));

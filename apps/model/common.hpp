@@ -11,6 +11,7 @@
 #include "apps/bench/device_timer.hpp"
 #include "apps/cli/options.hpp"
 #include "apps/cli/program.hpp"
+#include "apps/cli/quant.hpp"
 #include "core/model/decoder.hpp"
 #include "core/ranks/group.hpp"
 #include "core/sampling.hpp"
@@ -26,8 +27,7 @@ inline constexpr std::int64_t kMaxSlots = 1024, kSlots = 64, kMaxCapacity = 1 <<
 /// The options that choose a model and how it runs.
 struct ModelOptions {
   checkpoint::ModelChoice choice;
-  std::string quant;
-  std::optional<std::int64_t> group;  // with quant
+  QuantOptions quant;
   std::string backend = "cpu", impl = "auto";
   std::optional<DType> activation;  // the CPU's; a GPU's is the weights' dtype
   std::int64_t threads = 1;

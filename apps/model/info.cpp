@@ -9,7 +9,6 @@
 #include "apps/cli/program.hpp"
 #include "apps/cli/table.hpp"
 #include "apps/model/commands.hpp"
-#include "core/fp8.hpp"
 #include "core/resources.hpp"
 #include "cpu_ref/model.hpp"
 
@@ -103,7 +102,6 @@ int Info::run() {
   const Result<checkpoint::ModelSource> source = checkpoint::ModelSource::open(choice_of(model_));
   if (!source) return fail(source.status());
   const ModelConfig& m = source->config();
-  if ((model_.cuda() || plan_ || gpu_memory_) && source->is_fp8()) return fail(no_fp8_kernels(m.name, "cuda"));
   Table table({"what", "value"});
   const auto add = [&](std::string what, std::string value) { table.add({std::move(what), std::move(value)}); };
   add("model", m.name);

@@ -172,6 +172,16 @@ inline std::int64_t weight_bytes(const ModelSpec& m, const ModelWeights& w) {
   return sum;
 }
 
+/// The bytes of a model's packed weights, which are no tensors of a checkpoint: those of fp8 Linears among them.
+inline std::int64_t packed_bytes(const ModelSpec& m, const ModelWeights& w) {
+  std::int64_t sum = 0;
+  for (const LayerWeights& layer : w.layers)
+    for_each_linear(m, layer, [&](const Site&, const LinearParams& l, const LinearSize&) {
+      if (const auto* packed = std::get_if<PackedWeight>(&l.weight)) sum += packed->data.bytes();
+    });
+  return sum;
+}
+
 /// Where the embeddings are tied, makes embed_out a view of embed_in.
 inline void tie_embeddings(const ModelSpec& m, ModelWeights& w) {
   if (m.traits.tied_embeddings) w.embed_out = {.weight = DenseWeight{w.embed_in}};

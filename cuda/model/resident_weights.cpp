@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/model/fp8.hpp"
+#include "core/fp8.hpp"
 #include "cuda/model/arena.hpp"
 #include "cuda/runtime/check.hpp"
 #include "cuda/runtime/upload.hpp"
@@ -76,10 +76,29 @@ Status check_in_place(const Context& context, const ModelSpec& m, const std::str
   const auto* packed = std::get_if<PackedWeight>(&linear.weight);
   if (!packed) return {};
   CF_TRY(ops::Linear::check_linear(std::string(kName) + ": " + name, size.out, size.in, linear));
+  if (is_fp8(linear.weight)) {
+    CF_TRY(check_fp8(std::string(kName) + ": " + name, *packed));
+    return check_address(context, weight, packed->data.data);
+  }
   CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(kName, *packed));
   if (layout.pairs != pack_hint(site, m).pairs)
     return bad_argument(kName, "'" + weight + "' is packed in an order of rows that this model's steps do not read");
   return check_address(context, weight, packed->data.data);
+}
+
+/// How a Linear's weight is stored, in the words of a refusal.
+struct Storage {
+  const char *got, *expected;
+};
+Storage storage_of(const LinearWeight& weight) {
+  if (std::holds_alternative<DenseWeight>(weight)) return {"dense", "a dense weight"};
+  if (is_fp8(weight)) return {"fp8", "an fp8 weight"};
+  return {"quantised", "a GPTQ weight"};
+}
+
+/// What is copied of a packed weight: pack() makes a block of its own of GPTQ weights alone.
+const void* block_of(const Packed& packed) {
+  return is_fp8(packed.weight) ? std::get<PackedWeight>(packed.weight).data.data : packed.storage.data();
 }
 
 }  // namespace
@@ -105,6 +124,7 @@ struct ResidentWeights::State {
   /// Gives every dense tensor its place in the block; returns the bytes that a block must have.
   std::size_t lay_out(std::byte* block);
   /// A layer's quantised Linears in the layout of this model's steps, in the order of the walk; dense ones are empty.
+  /// What is fp8 stays where it is.
   Result<std::vector<Packed>> pack_layer(std::int64_t layer, const LayerWeights& source);
   /// The packed weights of a layer, in the order of the walk; null for a dense one.
   std::vector<PackedWeight*> packed_of(std::int64_t layer);
@@ -130,27 +150,25 @@ std::size_t ResidentWeights::State::lay_out(std::byte* block) {
 }
 
 Result<std::vector<Packed>> ResidentWeights::State::pack_layer(std::int64_t layer, const LayerWeights& source) {
-  std::vector<bool> is_packed;
-  for_each_linear(model, at(layer).weights, [&](const Site&, const LinearParams& l, auto...) {
-    is_packed.push_back(std::holds_alternative<PackedWeight>(l.weight));
-  });
-  std::vector<Packed> packed(is_packed.size());
+  std::vector<Storage> expected;
+  for_each_linear(model, at(layer).weights,
+                  [&](const Site&, const LinearParams& l, auto...) { expected.push_back(storage_of(l.weight)); });
+  std::vector<Packed> packed(expected.size());
   Status status;
   std::size_t i = 0;
   for_each_linear(model, source, [&](const Site& site, const LinearParams& l, const LinearSize& size) {
     const std::size_t at = i++;
-    const bool expected = is_packed[at], quantised = std::holds_alternative<GptqWeight>(l.weight);
+    const Storage given = storage_of(l.weight);
     const std::string name = layer_prefix(layer) + std::string(site.name);
     if (!status) return;
-    if (expected != quantised) {
-      status = bad_argument(
-          kName, "'" + name + ".weight' " +
-                     (expected ? "is dense, expected a GPTQ weight" : "is quantised, expected a dense weight"));
+    if (std::string_view(given.got) != expected[at].got) {
+      status = bad_argument(kName, "'" + name + ".weight' is " + given.got + ", expected " + expected[at].expected);
       return;
     }
-    if (!quantised) return;
+    if (std::holds_alternative<DenseWeight>(l.weight)) return;
     const std::string owner = std::string(kName) + ": " + name;
     status = ops::Linear::check_linear(owner, size.out, size.in, l);
+    if (status && is_fp8(l.weight)) status = check_fp8(owner, std::get<PackedWeight>(l.weight));
     if (!status) return;
     TensorCheck check(owner);
     ops::Linear::linear_tensors(size.out, size.in, l, check);
@@ -186,7 +204,7 @@ Status ResidentWeights::State::load_packed(std::int64_t layer, const LayerWeight
   lay_out(arena);
   for (std::size_t l = 0; l < targets.size(); ++l)
     if (targets[l])
-      CF_TRY(copy_to_device(context, const_cast<std::int32_t*>(targets[l]->data.data), packed[l].storage.data(),
+      CF_TRY(copy_to_device(context, const_cast<std::int32_t*>(targets[l]->data.data), block_of(packed[l]),
                             std::size_t(targets[l]->data.bytes())));
   to.packed = std::move(block);
   return {};
@@ -213,18 +231,20 @@ Result<ResidentWeights> ResidentWeights::create(const Context& context, const Mo
     return bad_argument(kName, "layers [first, last) must be a range within [0, " + std::to_string(all) + "), got [" +
                                    std::to_string(layers.first) + ", " + std::to_string(layers.last) + ")");
   CF_TRY(with_activation(kName, dtype, [](auto) { return Status(); }));
-  if (has_fp8(model, like)) return no_fp8_kernels(kName, "cuda");
 
   auto state = std::make_unique<State>(context, model, dtype, layers);
-  std::vector<bool> quantised;
+  std::vector<LinearWeight> formats;
   for_each_linear(model, like, [&](const Site&, const LinearParams& l, auto...) {
-    quantised.push_back(std::holds_alternative<GptqWeight>(l.weight));
+    if (is_fp8(l.weight))
+      formats.emplace_back(PackedWeight{.packer = kFp8Packer});
+    else if (std::holds_alternative<GptqWeight>(l.weight))
+      formats.emplace_back(PackedWeight{});
+    else
+      formats.emplace_back();
   });
   for (State::Layer& layer : state->layers) {
     std::size_t i = 0;
-    for_each_linear(model, layer.weights, [&](const Site&, LinearParams& l, auto...) {
-      if (quantised[i++]) l.weight = PackedWeight{};
-    });
+    for_each_linear(model, layer.weights, [&](const Site&, LinearParams& l, auto...) { l.weight = formats[i++]; });
   }
   CF_TRY_ASSIGN(DeviceMemory memory, DeviceMemory::create(context, state->lay_out(nullptr),
                                                           "weights of " + std::to_string(layers.count()) + " layers"));
@@ -239,7 +259,6 @@ Status ResidentWeights::load_layer(std::int64_t layer, const LayerWeights& sourc
     return bad_argument(kName, "layer must be " + std::to_string(s.range.first) + " to " +
                                    std::to_string(s.range.last - 1) + ", got " + std::to_string(layer));
   CF_TRY(check_biases(s.model, layer, source));
-  if (has_fp8(s.model, source)) return no_fp8_kernels(kName, "cuda");
   State::Layer& to = s.at(layer);
   to.loaded = false;
   s.version = next_version();
@@ -319,7 +338,16 @@ Status ResidentWeights::swap(const ModelWeights& model) {
     const std::vector<PackedWeight*> targets = s.packed_of(l);
     for (std::size_t i = 0; i < targets.size(); ++i) {
       if (!targets[i]) continue;
-      CF_TRY_ASSIGN(const GptqLayout made, gptq_layout(kName, std::get<PackedWeight>(packed.back()[i].weight)));
+      const PackedWeight& given = std::get<PackedWeight>(packed.back()[i].weight);
+      if (is_fp8(*targets[i])) {
+        if (given.format.group_size != targets[i]->format.group_size)
+          return bad_argument(kName, layer_prefix(l) + "swap: expected fp8 groups of " +
+                                         std::to_string(targets[i]->format.group_size) + ", got " +
+                                         std::to_string(given.format.group_size));
+        CF_TRY(check_on_host(layer_prefix(l) + "fp8 weight", given.data.data));
+        continue;
+      }
+      CF_TRY_ASSIGN(const GptqLayout made, gptq_layout(kName, given));
       CF_TRY_ASSIGN(const GptqLayout before, gptq_layout(kName, *targets[i]));
       if (!is_same(made, before))
         return Status::error(Code::unimplemented, std::string(kName) + ": " + layer_prefix(l) +
@@ -355,7 +383,7 @@ Status ResidentWeights::swap(const ModelWeights& model) {
     const std::vector<PackedWeight*> targets = s.packed_of(l);
     for (std::size_t i = 0; i < targets.size(); ++i)
       if (targets[i])
-        copies.push_back({const_cast<std::int32_t*>(targets[i]->data.data), packed[std::size_t(l)][i].storage.data(),
+        copies.push_back({const_cast<std::int32_t*>(targets[i]->data.data), block_of(packed[std::size_t(l)][i]),
                           std::size_t(targets[i]->data.bytes())});
   }
   CF_TRY_ASSIGN(Upload upload, Upload::create(s.context));

@@ -26,7 +26,7 @@ struct LayerRange {
 PackHint pack_hint(const Site& site, const ModelSpec& model);
 
 /// The weights of a model, or of a range of its layers, in the memory of a device, in the layouts that its kernels
-/// read: row-major as Hugging Face has them, but for what is quantised. They are read by any number of executors and
+/// read: row-major as Hugging Face has them, fp8 weights as fp8.hpp has them, and GPTQ weights packed. They are read by any number of executors and
 /// belong to none. layer(i) is the table of a layer's pointers. A layer's place does not follow from another layer's.
 /// Not shared between threads while layers are loaded.
 class ResidentWeights {

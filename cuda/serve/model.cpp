@@ -6,7 +6,7 @@
 
 #include "core/cache_view.hpp"
 #include "core/call_groups.hpp"
-#include "core/model/fp8.hpp"
+#include "core/fp8.hpp"
 #include "core/model/passes.hpp"
 #include "core/model/ranks.hpp"
 #include "core/model/streams.hpp"
@@ -28,6 +28,16 @@ bool is_quantised(const ModelSpec& m, const ModelWeights& w) {
   for (const LayerWeights& layer : w.layers)
     for_each_linear(m, layer, [&](const Site&, const LinearParams& l, const LinearSize&) {
       found |= !std::holds_alternative<DenseWeight>(l.weight);
+    });
+  return found;
+}
+
+/// Whether any Linear has GPTQ weights, whose products of many tokens take scratch memory.
+bool has_gptq(const ModelSpec& m, const ModelWeights& w) {
+  bool found = false;
+  for (const LayerWeights& layer : w.layers)
+    for_each_linear(m, layer, [&](const Site&, const LinearParams& l, const LinearSize&) {
+      found |= !std::holds_alternative<DenseWeight>(l.weight) && !is_fp8(l.weight);
     });
   return found;
 }
@@ -153,10 +163,10 @@ ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const O
   OwnTensors own;
   Arena arena(nullptr);
   own.allocate(arena, m, dtype, o);
-  return {.weights = o.in_place ? 0 : double(weight_bytes(m, weights)),
+  return {.weights = o.in_place ? 0 : double(weight_bytes(m, weights) + packed_bytes(m, weights)),
           .cache = KvCache::bytes(m, dtype, o.slots, o.capacity, kind_of(m, o)),
           .workspace = arena.measured() + Workspace::bytes(m, dtype, most_tokens(o), o.capacity,
-                                                           is_quantised(m, weights), o.invariant, o.stream())};
+                                                           has_gptq(m, weights), o.invariant, o.stream())};
 }
 
 Status Model::check_memory(const std::string& name, const ModelSpec& m, const ModelWeights& weights,
@@ -187,7 +197,6 @@ Result<std::unique_ptr<Model>> Model::create_rank(const Context& on, const std::
                                                   const LayerOf& layer_of) {
   const std::int64_t rank = on.peers()->rank, ranks = on.peers()->layout.ranks;
   CF_TRY(layer_of ? check_outer_weights(whole, host) : check_model_weights(whole, host));
-  CF_TRY(check_no_fp8(kModelName, "cuda", whole, host));
   if (options.in_place)
     return Status::error(Code::unimplemented, "model: in_place: a model on several GPUs copies its weights");
   if (options.impl && !has_ops(*options.impl) && *options.impl != Impl::persistent)
@@ -210,7 +219,6 @@ Result<std::unique_ptr<Model>> Model::create_part(const Context& on, const std::
                                                   const ModelWeights& host, const Options& options,
                                                   const LayerOf& layer_of) {
   CF_TRY(layer_of ? check_outer_weights(spec, host) : check_model_weights(spec, host));
-  CF_TRY(check_no_fp8(kModelName, "cuda", spec, host));
   constexpr std::int64_t most = std::int64_t(1) << 26;
   CF_TRY(check_sizes({{"slots", options.slots, kMaxSlots}, {"chunk", options.chunk, most}}));
   CF_TRY(check_stream(spec, options.stream()));
@@ -234,7 +242,7 @@ Result<std::unique_ptr<Model>> Model::create_part(const Context& on, const std::
   CF_TRY_ASSIGN(KvCache cache,
                 KvCache::create(context, spec, dtype, {0, spec.shape.num_layers}, o.slots, o.capacity, kind));
   CF_TRY_ASSIGN(Workspace workspace, Workspace::create(context, spec, dtype, most_tokens(o), o.capacity,
-                                                       is_quantised(spec, host), o.stream()));
+                                                       has_gptq(spec, host), o.stream()));
   const Impl impl = o.impl.value_or(auto_impl(context.arch(), spec, host, o));
   auto state = std::make_unique<State>(context, std::move(stream), spec, o, impl, std::move(weights), std::move(cache),
                                        std::move(workspace));

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "core/contract.hpp"
-#include "core/model/fp8.hpp"
 #include "core/model/ranks.hpp"
 #include "core/model/score.hpp"
 #include "cuda/comm/communicator.hpp"
@@ -124,7 +123,6 @@ Result<std::unique_ptr<RankedModel>> RankedModel::create(std::span<const int> de
                                                          const Model::Options& options,
                                                          const Model::LayerOf& layer_of) {
   CF_TRY(layer_of ? check_outer_weights(spec, weights) : check_model_weights(spec, weights));
-  CF_TRY(check_no_fp8("model", "cuda", spec, weights));
   CF_TRY(bytes(std::int64_t(devices.size()), spec, weights, options).status());
   CF_TRY_ASSIGN(std::unique_ptr<Communicator> communicator,
                 Communicator::create(devices, {.part_bytes = part_bytes(spec, weights, options),

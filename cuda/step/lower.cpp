@@ -3,6 +3,8 @@
 #include <string>
 #include <utility>
 
+#include "core/fp8.hpp"
+
 namespace cf::cuda {
 namespace {
 
@@ -51,6 +53,7 @@ Status take(const Node& node, const ops::RmsNorm::Args& args, PersistentLayer& l
 Status take(const Node& node, const ops::Linear::Args& args, PersistentLayer& layer) {
   LinearParams* const linear = linear_of(node.at.site.id, layer.weights);
   if (!linear) return refuse(node, "phases for a layer's four products alone");
+  if (is_fp8(args.linear.weight)) return refuse(node, "dense and packed GPTQ weights, no fp8 ones");
   *linear = args.linear;
   return {};
 }

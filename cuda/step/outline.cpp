@@ -45,7 +45,10 @@ StepOutline::StepOutline(const ModelSpec& model, const StepSizes& sizes, DType a
   for_each_model_weight(spec, weights, [&](const TensorSpec&, auto& view, const auto&) { give_address(view); });
   for (LayerWeights& w : weights.layers)
     for_each_linear(spec, w, [&](const Site& site, LinearParams& l, const LinearSize& size) {
-      if (linears.bits) pack(l, size, linears, site.id == SiteId::query_key_value);
+      if (auto* const packed = std::get_if<PackedWeight>(&l.weight))
+        give_address(packed->data);  // fp8
+      else if (linears.bits)
+        pack(l, size, linears, site.id == SiteId::query_key_value);
     });
   tie_embeddings(spec, weights);
   for_each_activation(

@@ -791,12 +791,7 @@ Status Checkpoint::mark_fp8(std::int64_t layer, LayerWeights& weights) const {
         refuse("expected a dense weight of a matrix that is stored transposed, got " + dtype);
     }
     if (first == kFp8Dtype)
-      l.weight = PackedWeight{.packer = kFp8Packer,
-                              .format = {.bits = 8, .group_size = fp8_group_size(*fp8_, size.in)},
-                              .out = size.out,
-                              .in = size.in,
-                              .data = {},
-                              .layout = {}};
+      l.weight = fp8_outline(size.out, size.in, fp8_group_size(*fp8_, size.in));
   });
   return status;
 }

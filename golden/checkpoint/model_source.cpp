@@ -12,20 +12,18 @@ Status fault_of(const Status& loaded) {
   return loaded.code() == Code::not_found ? Status::error(Code::invalid_file, loaded.message()) : loaded;
 }
 
-WeightFormat format_of(const std::optional<GptqConfig>& gptq) {
-  return gptq ? WeightFormat{gptq->bits, gptq->group_size} : WeightFormat{};
+WeightFormat format_of(const Checkpoint& checkpoint) {
+  if (const auto& gptq = checkpoint.gptq()) return {.bits = gptq->bits, .group_size = gptq->group_size};
+  if (const auto& fp8 = checkpoint.fp8())
+    return {.bits = 8, .group_size = fp8->scales == Fp8Scales::block ? kFp8Block : -1, .is_fp8 = true};
+  return {};
 }
 
 }  // namespace
 
 std::int64_t LoadedModel::bytes() const {
   const ModelSpec spec = config.spec();
-  std::int64_t sum = weight_bytes(spec, weights);
-  for (const LayerWeights& layer : weights.layers)
-    for_each_linear(spec, layer, [&](const Site&, const LinearParams& l, const LinearSize&) {
-      if (const auto* packed = std::get_if<PackedWeight>(&l.weight)) sum += packed->data.bytes();
-    });
-  return sum;
+  return weight_bytes(spec, weights) + packed_bytes(spec, weights);
 }
 
 Status LoadedModel::check_files() const { return checkpoint ? checkpoint->check_files() : Status(); }
@@ -50,7 +48,7 @@ ModelSource::ModelSource(ModelConfig preset, WeightFormat linears, std::uint64_t
     : config_(std::move(preset)), linears_(linears), seed_(seed) {}
 
 ModelSource::ModelSource(Checkpoint checkpoint)
-    : config_(checkpoint.config()), linears_(format_of(checkpoint.gptq())), checkpoint_(std::move(checkpoint)) {}
+    : config_(checkpoint.config()), linears_(format_of(checkpoint)), checkpoint_(std::move(checkpoint)) {}
 
 Result<ModelSource> ModelSource::open(const ModelChoice& choice) {
   if (!choice.directory.empty()) {
@@ -63,7 +61,8 @@ Result<ModelSource> ModelSource::open(const ModelChoice& choice) {
 }
 
 std::string ModelSource::description() const {
-  const std::string format = is_fp8() ? describe_fp8(*checkpoint_->fp8()) : describe(linears_);
+  const bool is_stored_fp8 = checkpoint_ && checkpoint_->fp8();
+  const std::string format = is_stored_fp8 ? describe_fp8(*checkpoint_->fp8()) : describe(linears_);
   if (checkpoint_) return "checkpoint " + checkpoint_->directory() + (format.empty() ? "" : ", " + format);
   return "procedural " + (format.empty() ? "weights" : format) + ", seed " + std::to_string(seed_);
 }
@@ -144,6 +143,9 @@ std::string heads_of(const ModelConfig& m) {
 
 std::string describe(const WeightFormat& linears) {
   if (linears.bits == 0) return "";
+  if (linears.is_fp8)
+    return std::string("fp8 (e4m3), a scale for ") +
+           (linears.group_size == -1 ? "a row" : std::to_string(linears.group_size) + " inputs of a row");
   const std::string bits = "GPTQ of " + std::to_string(linears.bits) + " bits, ";
   return bits + (linears.group_size == -1 ? "one group" : "group " + std::to_string(linears.group_size));
 }

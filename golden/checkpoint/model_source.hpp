@@ -57,9 +57,8 @@ class ModelSource {
   explicit ModelSource(Checkpoint checkpoint);
 
   const ModelConfig& config() const { return config_; }
-  /// The format of the Linears, or of the quantised ones among them. That of an fp8 checkpoint is a dense one's.
+  /// The format of the Linears, or of the quantised ones among them. A group_size of -1 is one group of all inputs.
   const WeightFormat& linears() const { return linears_; }
-  bool is_fp8() const { return checkpoint_ && checkpoint_->fp8(); }
   bool is_checkpoint() const { return checkpoint_.has_value(); }
   /// The weights in words: "checkpoint DIR, GPTQ of 4 bits, group 128", or "procedural weights, seed 0".
   std::string description() const;
@@ -97,7 +96,7 @@ std::vector<std::string> preset_names();
 /// The heads in words: "32", or "32 over 8 key and value heads".
 std::string heads_of(const ModelConfig& m);
 
-/// The format in words, such as "GPTQ of 4 bits, group 128". Dense weights give an empty text.
+/// The format in words, such as "GPTQ of 4 bits, group 128" or "fp8 (e4m3), a scale for a row". Dense weights give an empty text.
 std::string describe(const WeightFormat& linears);
 
 }  // namespace cf::checkpoint

@@ -12,7 +12,6 @@
 #include <map>
 #include <utility>
 
-#include "core/fp8.hpp"
 #include "core/model/model.hpp"
 #include "core/model/runner.hpp"
 #include "core/procedural.hpp"
@@ -75,7 +74,6 @@ Weights open(const std::string& directory, bool for_gpu, const nb::object& progr
   return take_told([&]() -> Result<Weights> {
     const WithoutGil without_gil;
     CF_TRY_ASSIGN(const checkpoint::ModelSource source, checkpoint::ModelSource::open({.directory = directory}));
-    if (for_gpu && source.is_fp8()) return no_fp8_kernels(source.config().name, "cuda");
     return load(source, Memory::host, !for_gpu, std::ref(tell));
   }());
 }
@@ -212,8 +210,7 @@ void bind_weights(nb::module_& m) {
           "looked at and those of all weights, after each tensor. Raises FileNotFoundError for a directory that is "
           "missing "
           "or holds no checkpoint, ValueError for one that is damaged or has a weight that is not finite, "
-          "NotImplementedError for fp8 weights for a GPU, and, but for "
-          "a GPU, MemoryError for one that is larger than this machine's memory.")
+          "and, but for a GPU, MemoryError for one that is larger than this machine's memory.")
       .def_static("preset", &preset, "name"_a, "dtype"_a = "float16", "seed"_a = 0, "progress"_a = nb::none(),
                   nb::sig("def preset(name: str, dtype: str = 'float16', seed: int = 0, "
                           "progress: collections.abc.Callable[[int, int], object] | None = None) -> Weights"),

@@ -2,6 +2,7 @@
 // linear's kernels, of kernels.def: the plan of a call, or why the kernel does not take it; and the plan's launches.
 #include "cuda/ops/kernel.hpp"
 #include "cuda/ops/linear/cublaslt/cublaslt.hpp"
+#include "cuda/ops/linear/fp8/fp8.hpp"
 #include "cuda/ops/linear/gemv/gemv.hpp"
 #include "cuda/ops/linear/packed/packed.hpp"
 #include "cuda/ops/linear/tiles/tiles.hpp"

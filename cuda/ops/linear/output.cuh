@@ -48,6 +48,14 @@ inline LinearOutput linear_output(const ops::Linear::Args& a) {
           .epilogue = a.epilogue};
 }
 
+/// The same from a token of the call on.
+inline LinearOutput from_token(LinearOutput to, long token) {
+  const long bytes = token * to.out * long(size_bytes(to.activation));
+  to.y = static_cast<char*>(to.y) + bytes;
+  if (to.residual) to.residual = static_cast<const char*>(to.residual) + bytes;
+  return to;
+}
+
 /// The stored bits of what is added to an element's sum. finish() converts them; until then nothing waits for their
 /// loads.
 struct Addends {
@@ -77,6 +85,15 @@ __device__ inline GateAddends gate_addends(const LinearOutput& to, long row) {
   return {bias_bits(to, gate), bias_bits(to, gate + 1)};
 }
 
+/// Those of either kernel: addends() or gate_addends().
+template <bool Gated>
+__device__ AddendsOf<Gated> addends_of(const LinearOutput& to, int token, long row) {
+  if constexpr (Gated)
+    return gate_addends(to, row);
+  else
+    return addends(to, token, row);
+}
+
 /// Stores an element of y.
 __device__ inline void finish(const LinearOutput& to, int token, long row, float sum, Addends add) {
   float v[] = {sum};
@@ -95,6 +112,15 @@ __device__ inline void finish_gate(const LinearOutput& to, int token, long row, 
   }
   apply_gates(v, y);
   store_scalar(to.y, to.activation, token * to.out + row / 2, y[0]);
+}
+
+/// Stores the element that sum(row) makes, or with gates sum(row) and sum(row + 1) together, of the gate's row.
+template <bool Gated, class Sum>
+__device__ void finish_of(const LinearOutput& to, int token, long row, Sum sum, AddendsOf<Gated> add) {
+  if constexpr (!Gated)
+    finish(to, token, row, sum(row), add);
+  else if (row % 2 == 0)
+    finish_gate(to, token, row, sum(row), sum(row ^ 1), add);
 }
 
 }  // namespace cf::cuda

@@ -1,4 +1,5 @@
 // What each of linear's kernels takes, and why it leaves a call to those behind it in kernels.def.
+#include <limits>
 #include <utility>
 
 #include "cuda/ops/linear/linear.hpp"
@@ -36,11 +37,27 @@ struct PackedMatrix {
   GptqLayout layout;
 };
 Result<PackedMatrix> packed_of(const ops::Linear::Args& a) {
-  if (std::holds_alternative<DenseWeight>(a.linear.weight)) return leave("takes packed weights");
+  if (std::holds_alternative<DenseWeight>(a.linear.weight) || is_fp8(a.linear.weight))
+    return leave("takes packed GPTQ weights");
   const auto* const packed = std::get_if<PackedWeight>(&a.linear.weight);
   if (!packed) return unpacked_gptq(ops::Linear::name);
   CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::Linear::name, *packed));
   return PackedMatrix{packed, layout};
+}
+
+/// The fp8 weight.
+Result<Fp8Weight> fp8_weight_of(const ops::Linear::Args& a) {
+  if (!is_fp8(a.linear.weight)) return leave("takes fp8 weights");
+  const auto& packed = std::get<PackedWeight>(a.linear.weight);
+  CF_TRY(check_fp8(ops::Linear::name, packed));
+  CF_TRY(check_activation(ops::Linear::name, a.x.dtype));
+  const Fp8Weight w = fp8_of(packed);
+  CF_TRY(check_multiple_of_8(ops::Linear::name, "in", w.in));
+  if (w.groups() > 1) CF_TRY(check_multiple_of_8(ops::Linear::name, "fp8 groups of", w.group_size));
+  if (w.out * w.in > std::numeric_limits<std::int32_t>::max())
+    return Status::error(Code::unimplemented, "linear: cuda takes fp8 weights of fewer than 2^31 elements, got " +
+                                                  std::to_string(w.out * w.in));
+  return w;
 }
 
 /// What packed's plan depends on.
@@ -161,6 +178,19 @@ Result<PackedLaunches> plan_packed(const Target& target, const ops::Linear::Args
   PackedLaunches all;
   CF_TRY(for_each_gptq_launch(target.arch, sizes, tokens, [&](std::int64_t first, const GptqPlan& plan) {
     all.launches.push_back({first, plan.tokens, plan});
+    return Status();
+  }));
+  return all;
+}
+
+Result<GemvLaunches> plan_gemv_fp8(const Target& target, const ops::Linear::Args& a) {
+  CF_TRY_ASSIGN(const Fp8Weight w, fp8_weight_of(a));
+  const bool on_tensor_cores = why_no_fp8_mma(w, a.x.dtype).empty();
+  GemvLaunches all;
+  CF_TRY(for_each_gemv_launch(ops::Linear::dims(a).tokens, [&](std::int64_t first, std::int64_t tokens) {
+    all.launches.push_back({first, tokens,
+                            on_tensor_cores ? fp8_gemv_plan(target.arch, w.out, tokens)
+                                            : gemv_f32_plan(ops::Linear::dims(a).out)});
     return Status();
   }));
   return all;

@@ -1,5 +1,6 @@
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 
+#include "core/fp8.hpp"
 #include "cuda/ops/appended_row.hpp"
 #include "cuda/runtime/refusals.hpp"
 
@@ -26,7 +27,7 @@ template <class Args>
 Result<LnQkvPacked> packed_plan(const Target& target, const Args& a) {
   constexpr std::string_view name = Args::Op::name;
   const auto* const packed = std::get_if<PackedWeight>(&a.linear.weight);
-  if (!packed) return not_taken("packed GPTQ weights", "another weight");
+  if (!packed || is_fp8(a.linear.weight)) return not_taken("packed GPTQ weights", "another weight");
   CF_TRY(check(a));
   const auto d = Args::Op::dims(a);
   CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(name, *packed));
@@ -48,6 +49,7 @@ Result<LnQkvPacked> packed_plan(const Target& target, const Args& a) {
 template <class Args>
 Result<LnQkvDense> dense_plan(const Target& target, const Args& a) {
   constexpr std::string_view name = Args::Op::name;
+  if (is_fp8(a.linear.weight)) return not_taken("dense weights", "an fp8 one");
   if (std::holds_alternative<PackedWeight>(a.linear.weight)) return not_taken("dense weights", "a packed one");
   CF_TRY(check(a));
   const auto d = Args::Op::dims(a);

@@ -1,5 +1,6 @@
 #include "cuda/ops/rms_linear/rms_linear.hpp"
 
+#include "core/fp8.hpp"
 #include "cuda/ops/appended_row.hpp"
 #include "cuda/runtime/refusals.hpp"
 
@@ -13,7 +14,7 @@ Result<GptqPlan> plan_of(const Target& target, const Args& a, const AnyView<2>& 
   constexpr std::string_view name = Args::Op::name;
   const auto& [tokens, hidden] = a.x.shape;
   const auto* const weight = std::get_if<PackedWeight>(&a.linear.weight);
-  if (!weight) return not_taken("packed GPTQ weights", "another weight");
+  if (!weight || is_fp8(a.linear.weight)) return not_taken("packed GPTQ weights", "another weight");
   CF_TRY(check_gptq_activation(name, a.x.dtype));
   if (tokens != 1) return not_taken("one token", std::to_string(tokens));
   if (target.arch.tuning->is_invariant()) return not_taken("classes of step sizes", "one class");

@@ -2,7 +2,7 @@
 
 #include "cuda/device/sync.cuh"
 #include "cuda/ops/linear/gemv/block.cuh"
-#include "cuda/ops/linear/output.cuh"
+#include "cuda/ops/linear/gemv/row.cuh"
 #include "cuda/runtime/launch.hpp"
 
 namespace cf::cuda {
@@ -28,18 +28,8 @@ __global__ void __launch_bounds__(kGemvThreads, gemv_blocks_per_sm(kCompiledFor,
       static_cast<const T*>(p.weight), int(p.rows), int(p.in), p.tokens, [](int r) { return long(r); },
       [] { wait_for_predecessors(); },
       [=](int token, int column) { return *reinterpret_cast<const uint4*>(x + token * p.in + column); },
-      [&](int token, int row) {
-        if constexpr (Gated)
-          return gate_addends(p.output, row);
-        else
-          return addends(p.output, token, row);
-      },
-      [&](int token, int row, auto sum, AddendsOf<Gated> add) {
-        if constexpr (!Gated)
-          finish(p.output, token, row, sum(row), add);
-        else if (row % 2 == 0)
-          finish_gate(p.output, token, row, sum(row), sum(row ^ 1), add);
-      },
+      [&](int token, int row) { return addends_of<Gated>(p.output, token, row); },
+      [&](int token, int row, auto sum, AddendsOf<Gated> add) { finish_of<Gated>(p.output, token, row, sum, add); },
       smem);
 }
 
@@ -49,44 +39,16 @@ auto kernel_for(int depth, bool two_tokens) {
   return depth == 5 ? linear_kernel<T, 5, false, Gated> : linear_kernel<T, 4, false, Gated>;
 }
 
-/// Float32 activations: a warp takes the row of an element of y, or both rows, with plain multiply-adds. Weights of any
-/// dtype are exact in float32.
+/// Float32 activations. Weights of any dtype are exact in float32.
 template <bool Gated>
 __global__ void __launch_bounds__(256, 2) linear_f32_kernel(const __grid_constant__ Product p) {
-  constexpr int rows = Gated ? 2 : 1;
   let_successor_start();
   wait_for_predecessors();
-  const long row = (long(blockIdx.x) * 8 + threadIdx.x / 32) * rows;
-  const int lane = threadIdx.x % 32;
-  if (row >= p.rows) return;
   const float* x = static_cast<const float*>(p.x);
-  float sum[rows][kMmaTokens] = {};
-  for (long c = lane * kVec; c < p.in; c += 32 * kVec) {
-    float w[rows][kVec];
-#pragma unroll
-    for (int r = 0; r < rows; ++r) load_vec(p.weight, p.weight_dtype, (row + r) * p.in + c, w[r]);
-#pragma unroll
-    for (int token = 0; token < kMmaTokens; ++token) {
-      if (token >= p.tokens) break;
-      float v[kVec];
-      load_vec(x + token * p.in + c, v);
-#pragma unroll
-      for (int r = 0; r < rows; ++r)
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) sum[r][token] += w[r][e] * v[e];
-    }
-  }
-#pragma unroll
-  for (int token = 0; token < kMmaTokens; ++token) {
-    if (token >= p.tokens) break;
-    const float s = warp_sum(sum[0][token]);
-    if constexpr (Gated) {
-      const float up = warp_sum(sum[1][token]);
-      if (lane == 0) finish_gate(p.output, token, row, s, up, gate_addends(p.output, row));
-    } else {
-      if (lane == 0) finish(p.output, token, row, s, addends(p.output, token, row));
-    }
-  }
+  multiply_row<Gated>(
+      p.rows, p.in, p.tokens, p.output,
+      [&](long row, long column, float(&w)[kVec]) { load_vec(p.weight, p.weight_dtype, row * p.in + column, w); },
+      [&](int token, long column, float(&v)[kVec]) { load_vec(x + token * p.in + column, v); });
 }
 
 template <bool Gated>
@@ -116,8 +78,7 @@ Status launch_gemv(const ops::Linear::Args& a, const GemvLaunches& plan, LaunchL
     for (const auto& l : plan.launches) {
       p.tokens = int(l.tokens);
       p.x = static_cast<const T*>(a.x.data) + l.first * d.in;
-      p.output.y = static_cast<T*>(a.y.data) + l.first * d.out;
-      if (a.residual) p.output.residual = static_cast<const T*>(a.residual.data) + l.first * d.out;
+      p.output = from_token(linear_output(a), l.first);
       CF_TRY(a.epilogue == ops::Epilogue::swiglu ? launch_tokens<true>(p, l.plan, launches)
                                                  : launch_tokens<false>(p, l.plan, launches));
     }

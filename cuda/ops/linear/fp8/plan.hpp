@@ -1,0 +1,37 @@
+#pragma once
+// Products with fp8 weights: how a launch is laid out. Without CUDA's headers.
+#include <cstdint>
+#include <string>
+
+#include "core/fp8.hpp"
+#include "core/status.hpp"
+#include "cuda/ops/linear/gemv/plan.hpp"
+#include "cuda/runtime/arch.hpp"
+
+namespace cf::cuda {
+
+// A tile is 16 rows of W. A block's warps take the columns of a tile in turn, in chunks of 128, which are a group's
+// where the scales are those of blocks of 128 x 128.
+inline constexpr int kFp8TileRows = 16, kFp8Columns = 128;
+
+/// The chunks of a warp whose loads are in flight, four of 16 bytes a lane each, and the blocks that an SM's registers
+/// have room for. With more than 8 tokens a lane holds the activations of two tokens.
+constexpr int fp8_depth(bool two_tokens_a_lane) { return two_tokens_a_lane ? 1 : 2; }
+inline constexpr int kFp8BlocksPerSm = 2;
+
+/// Every block takes the same number of tiles or one fewer, as those of gemv_plan().
+constexpr GemvPlan fp8_gemv_plan(const Arch& arch, std::int64_t rows, std::int64_t tokens) {
+    const std::int64_t tiles = (rows + kFp8TileRows - 1) / kFp8TileRows, slots = std::int64_t(arch.sm_count) * kFp8BlocksPerSm;
+  const std::int64_t a_block = (tiles + slots - 1) / slots;
+  return {.depth = 4 * fp8_depth(tokens > 8), .blocks_per_sm = kFp8BlocksPerSm, .grid = int((tiles + a_block - 1) / a_block)};
+}
+
+/// Why tensor cores do not multiply by an fp8 matrix. Empty where they do: a lane loads 16 codes of a row, and a chunk
+/// of columns has one scale a row.
+constexpr std::string_view why_no_fp8_mma(const Fp8Weight& w, DType activation) {
+  if (activation != DType::f16 && activation != DType::bf16) return "takes 16-bit activations";
+  if (w.in % 16) return "takes rows of a multiple of 16";
+  return w.groups() == 1 || w.group_size == kFp8Columns ? "" : "takes a scale for a row, or for 128 columns of a row";
+}
+
+}  // namespace cf::cuda
