@@ -66,16 +66,16 @@ Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& 
   CF_TRY_ASSIGN(const DeviceModelBytes bytes, device_model_bytes(model, weights, o));
   const cuda::Arch own = device.context().arch(), arch = o.invariant ? cuda::invariant_arch(own) : own;
   const cuda::Impl impl = options.impl ? *options.impl : cuda::Model::auto_impl(arch, part, weights, options);
-  std::vector<int> bits;  // of packed weights
+  std::vector<WeightFormat> formats;  // of quantised weights
   for (const LayerWeights& layer : weights.layers)
     for_each_linear(model, layer, [&](const Site&, const LinearParams& l, const LinearSize&) {
-      if (const WeightFormat format = format_of(l.weight); format.bits) bits.push_back(format.bits);
+      if (const WeightFormat format = format_of(l.weight); format.bits) formats.push_back(format);
     });
   const ModelShape& s = model.shape;
   return DeviceModelPlan{
       .bytes = bytes,
       .impl = std::string(to_string(impl)),
-      .step_classes = cuda::to_string(cuda::step_classes(arch, bits)),
+      .step_classes = cuda::to_string(cuda::step_classes(arch, formats)),
       .run_classes = cuda::to_string(cuda::attention_classes(arch, s.head_dim, s.num_heads / s.num_kv_heads)),
       .query_classes = cuda::to_string(cuda::query_classes(arch,
                                                            {.batch = 1,

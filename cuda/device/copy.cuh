@@ -92,6 +92,15 @@ __device__ inline void copy_async(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
+/// Ends a group of this thread's copy_async(): those since the group before it, which may be none.
+__device__ inline void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/// Waits until this thread's groups have arrived, but for the last `Left` of them.
+template <int Left>
+__device__ void wait_copy_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
+}
+
 /// Waits until all of this thread's copy_async() have arrived.
 __device__ inline void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

@@ -165,8 +165,8 @@ ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const O
   own.allocate(arena, m, dtype, o);
   return {.weights = o.in_place ? 0 : double(weight_bytes(m, weights) + packed_bytes(m, weights)),
           .cache = KvCache::bytes(m, dtype, o.slots, o.capacity, kind_of(m, o)),
-          .workspace = arena.measured() + Workspace::bytes(m, dtype, most_tokens(o), o.capacity,
-                                                           has_gptq(m, weights), o.invariant, o.stream())};
+          .workspace = arena.measured() + Workspace::bytes(m, dtype, most_tokens(o), o.capacity, has_gptq(m, weights),
+                                                           o.invariant, o.stream())};
 }
 
 Status Model::check_memory(const std::string& name, const ModelSpec& m, const ModelWeights& weights,
@@ -241,8 +241,8 @@ Result<std::unique_ptr<Model>> Model::create_part(const Context& on, const std::
   const CacheKind kind = kind_of(spec, o);
   CF_TRY_ASSIGN(KvCache cache,
                 KvCache::create(context, spec, dtype, {0, spec.shape.num_layers}, o.slots, o.capacity, kind));
-  CF_TRY_ASSIGN(Workspace workspace, Workspace::create(context, spec, dtype, most_tokens(o), o.capacity,
-                                                       has_gptq(spec, host), o.stream()));
+  CF_TRY_ASSIGN(Workspace workspace,
+                Workspace::create(context, spec, dtype, most_tokens(o), o.capacity, has_gptq(spec, host), o.stream()));
   const Impl impl = o.impl.value_or(auto_impl(context.arch(), spec, host, o));
   auto state = std::make_unique<State>(context, std::move(stream), spec, o, impl, std::move(weights), std::move(cache),
                                        std::move(workspace));

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "core/weights.hpp"
 #include "cuda/ops/attention/attention.hpp"
 #include "cuda/ops/linear/packed/plan.hpp"
 #include "cuda/ops/linear/wgmma/plan.hpp"
@@ -48,15 +49,18 @@ inline std::vector<TokenRange> ranges_to(const std::set<std::int64_t>& lasts) {
 }
 
 /// The sizes of steps: within a range a row of any op but attention has the same bits, whatever the number of rows. The
-/// model's activations have 16 bits or 32; `bits` are those of its packed weights, none where all weights are dense.
-inline std::vector<TokenRange> step_classes(const Arch& arch, std::span<const int> bits = {}) {
+/// model's activations have 16 bits or 32; `formats` are those of its quantised weights, none where all are dense.
+inline std::vector<TokenRange> step_classes(const Arch& arch, std::span<const WeightFormat> formats = {}) {
   const Tuning& t = *arch.tuning;
   if (t.is_invariant()) return ranges_to({});
   std::set<std::int64_t> lasts{t.gemv_tokens};
   for (const StepClass& c : t.step_classes) lasts.insert(c.last);
   if (arch.has_wgmma()) lasts.insert(t.wgmma_tokens);
-  if (!bits.empty()) lasts.insert({1, t.packed_tokens});  // one token has a kernel of its own
-  if (!bits.empty() && arch.has_wgmma())
+  const auto is_fp8 = [](const WeightFormat& f) { return f.is_fp8; };
+  if (std::ranges::any_of(formats, is_fp8)) lasts.insert(t.fp8_tokens);
+  const bool has_gptq = !std::ranges::all_of(formats, is_fp8);
+  if (has_gptq) lasts.insert({1, t.packed_tokens});  // one token has a kernel of its own
+  if (has_gptq && arch.has_wgmma())
     lasts.insert({t.packed_wgmma_first - 1, t.packed_wide_tokens, kPackedPairTokens, t.packed_wgmma_tokens});
   return ranges_to(lasts);
 }

@@ -20,6 +20,9 @@ inline constexpr Tuning kH200Tuning{
     // products takes 55 us for 16 tokens by packed, which takes 16 tokens a launch, and 228 us for 64 tokens by
     // cuBLASLt.
     .packed_tokens = 64,
+    // Nobody has measured it. A launch of 16 tokens reads the matrix once; a tile of 128 tokens takes an SM the time of
+    // about eight of them, and small matrices have fewer tiles than there are SMs.
+    .fp8_tokens = 64,
     // Record: commit 5d78502. A prompt of 128 ids takes Pythia-2.8B 2.7 ms by wgmma and 2.9 ms by cuBLASLt; the 32
     // layers take 64 sequences 2.6 and 3.0 ms. Alone, cuBLASLt's products of 64 and 128 tokens are faster: wgmma leaves
     // room on an SM for the next kernel and for the other branch of a layer. Of more tokens, with Pythia-2.8B's sizes:

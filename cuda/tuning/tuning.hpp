@@ -52,6 +52,7 @@ struct Tuning {
   // Which of linear's kernels multiplies: cuda/ops/linear/kernels.def.
   std::int64_t gemv_tokens;          // the most tokens of gemv, where another kernel takes more
   std::int64_t packed_tokens;        // the same of packed, before cuBLASLt takes more
+  std::int64_t fp8_tokens;           // the same of gemv_fp8, before tiles_fp8 takes more
   std::int64_t wgmma_tokens;         // the most tokens of wgmma with dense weights
   std::int64_t packed_wgmma_first;   // the fewest tokens of wgmma with packed weights,
   std::int64_t packed_wgmma_tokens;  // and the most

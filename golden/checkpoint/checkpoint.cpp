@@ -790,8 +790,7 @@ Status Checkpoint::mark_fp8(std::int64_t layer, LayerWeights& weights) const {
       else if (is_float8 && stored.transposed)
         refuse("expected a dense weight of a matrix that is stored transposed, got " + dtype);
     }
-    if (first == kFp8Dtype)
-      l.weight = fp8_outline(size.out, size.in, fp8_group_size(*fp8_, size.in));
+    if (first == kFp8Dtype) l.weight = fp8_outline(size.out, size.in, fp8_group_size(*fp8_, size.in));
   });
   return status;
 }

@@ -589,8 +589,8 @@ def load(
     invariant: bool = False,
     progress: bool | None = None,
 ) -> Model:
-    """Loads a checkpoint directory of Hugging Face: config.json beside safetensors, dense or GPTQ, or on the CPU fp8
-    (e4m3): blocks of 128 x 128 as Qwen3-FP8 and DeepSeek-V3 have them, compressed-tensors, or fbgemm_fp8.
+    """Loads a checkpoint directory of Hugging Face: config.json beside safetensors, dense, GPTQ or fp8 (e4m3): blocks of
+    128 x 128 as Qwen3-FP8 and DeepSeek-V3 have them, compressed-tensors, or fbgemm_fp8. Several GPUs refuse fp8.
 
     path_or_preset: the directory; or, where there is none of this name, a preset such as "pythia-70m": the sizes of that
     model with procedural weights, random numbers, of `dtype` ("float16", where it is None; torch's and numpy's dtypes

@@ -718,6 +718,20 @@ TEST_CASE("cf-layer --quant gptq: quantised Linears are timed and checked, their
     CHECK(cf_layer(tiny + "--quant gptq" + group + " --layer 0 --kv-len 3 --check").exit_code == 0);
 }
 
+TEST_CASE("cf-layer --quant fp8: a scale a row or a block, timed, checked and planned") {
+  const TempDir dir;
+  for (const std::string group : {"", " --group 128"}) {
+    const auto r =
+        cf_layer_ok(tiny + "--quant fp8" + group + " --layer 1 --kv-len 9 --check --json '" + (dir / "x.json") + "'");
+    CHECK(r.out.find("procedural fp8 (e4m3), a scale for " +
+                     std::string(group.empty() ? "a row" : "128 inputs of a row")) != std::string::npos);
+    CHECK(cf_layer_ok(tiny + "--quant fp8" + group + " --layer 0 --kv-len 9 --plan").out.find(": gemv_fp8, ") !=
+          std::string::npos);
+  }
+  check_refusal(tiny + "--quant fp8 --layer 0 --kv-len 9 --dump x.h5",
+                "--dump: expected dense or GPTQ weights of a preset, got fp8 ones");
+}
+
 TEST_CASE("cf-layer --model: quantised and mixed checkpoints, and what contradicts itself in one") {
   const std::string data = CF_DATA_DIR "/checkpoints/";
   for (const char* name :
@@ -744,5 +758,5 @@ TEST_CASE("cf-layer --quant: what does not go together") {
   check_refusal("--preset pythia-14m --group 32" + end, "--group: expected with --quant");
   check_refusal("--preset pythia-14m --quant gptq --group 0" + end, "--group: expected -1 or 1 to 4194304, got '0'");
   check_refusal("--model " CF_DATA_DIR "/checkpoints/neox-d80 --quant gptq" + end, "--quant: expected with --preset");
-  check_refusal("--preset pythia-14m --quant awq" + end, "--quant: expected gptq, got 'awq'");
+  check_refusal("--preset pythia-14m --quant awq" + end, "--quant: expected gptq or fp8, got 'awq'");
 }

@@ -77,7 +77,7 @@ TEST_CASE("cf-model generate reads eos_token_id alone of generation_config.json"
   CHECK(r.out == "1,9,13,24,5,19\n");
 }
 
-TEST_CASE("cf-model: fp8 weights are told of, run on the CPU, and refused for a GPU", "[cf_model]") {
+TEST_CASE("cf-model: fp8 weights are told of, run on the CPU, and have kernels for a GPU", "[cf_model]") {
   const std::string model = "--model '" + cases + "fp8-block' ";
   const std::string info = cf_model_ok("info " + model).out;
   CHECK(info.find("fp8-block, fp8 (e4m3), a scale for a block of 128 x 128") != std::string::npos);
@@ -85,8 +85,9 @@ TEST_CASE("cf-model: fp8 weights are told of, run on the CPU, and refused for a 
         std::string::npos);
   CHECK(cf_model_ok("generate --model '" + cases + "fp8-channel' --prompt-ids 5,7,11 --max-new-tokens 6 --stop none")
             .out == "28,21,21,21,21,21\n");  // Hugging Face's, on the dequantised weights
-  check_cf_model_refusal("info " + model + "--plan --gpu h100",
-                         "cuda has no kernels for fp8 weights, expected dense or GPTQ ones");
+  const std::string plan = cf_model_ok("info " + model + "--plan --gpu h100").out;
+  CHECK(plan.find("self_attn.qkv_proj: gemv_fp8, ") != std::string::npos);
+  CHECK(plan.find("lm_head: gemv, ") != std::string::npos);
 }
 
 TEST_CASE("cf-model: a sequence grows beyond the window", "[cf_model]") {

@@ -12,7 +12,6 @@
 #include <random>
 
 #include "core/compare.hpp"
-#include "core/model/fp8.hpp"
 #include "core/model/model.hpp"
 #include "core/model/ranks.hpp"
 #include "core/model/runner.hpp"
@@ -392,7 +391,6 @@ TEST_CASE("fp8: a checkpoint's Linears are what its tensors say, in every layout
       CHECK(layer->dtype == DType::bf16);
       CHECK(layer->notes.empty());
       CHECK(opened->check_finite(*layer));
-      CHECK(has_fp8(model.config.spec(), layer->weights));
       for_each_linear(
           model.config.spec(), layer->weights, [&](const Site& site, const LinearParams& l, const LinearSize& size) {
             const bool is_dense = i == 0 && site.id == SiteId::query_key_value;
@@ -421,8 +419,8 @@ TEST_CASE("fp8: a model's source says and counts what it is, and runs", "[fp8]")
   model.write(dir.path());
   const auto source = ModelSource::open({.directory = dir.path()});
   REQUIRE(source);
-  CHECK(source->is_fp8());
-  CHECK(source->linears().bits == 0);
+  CHECK(source->linears().is_fp8);
+  CHECK(source->linears().group_size == 128);
   CHECK(source->description() == "checkpoint " + dir.path() + ", fp8 (e4m3), a scale for a block of 128 x 128");
   auto loaded = source->load();
   CHECK(loaded.status().message() == "");
@@ -476,9 +474,6 @@ TEST_CASE("fp8: a model's source says and counts what it is, and runs", "[fp8]")
   CHECK(check_swap(spec, loaded->weights, spec, loaded->weights));
   CHECK(refusal_fault(check_swap(spec, loaded->weights, spec, dense), Code::invalid_argument,
                       {"is dense, expected fp8, group 128"}) == "");
-  const std::string refusal = "small: cuda has no kernels for fp8 weights, expected dense or GPTQ ones";
-  CHECK(refusal_fault(check_no_fp8("small", "cuda", spec, loaded->weights), Code::unimplemented, {refusal}) == "");
-  CHECK(check_no_fp8("small", "cuda", spec, dense));
   CHECK(refusal_fault(layer_of_rank(spec, loaded->weights.layers[0], 0, 1).status(), Code::unimplemented,
                       {"ranks: self_attn.qkv_proj: an fp8 weight is not cut"}) == "");
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/compare.hpp"
+#include "core/fp8.hpp"
 #include "core/model/config.hpp"
 #include "core/model/examples.hpp"
 #include "core/model/layer.hpp"
@@ -381,7 +382,8 @@ TEST_CASE("A procedural model's layers can be made one by one, on any number of 
           "[procedural]") {
   ModelConfig m = *find_preset("pythia-70m");
   m.num_hidden_layers = 2;
-  for (const WeightFormat linears : {WeightFormat{}, WeightFormat{.bits = 4, .group_size = 128}}) {
+  for (const WeightFormat linears : {WeightFormat{}, WeightFormat{.bits = 4, .group_size = 128},
+                                     WeightFormat{.bits = 8, .group_size = -1, .is_fp8 = true}}) {
     const OwnedModelWeights whole = procedural_model(m, DType::f16, 5, linears);
     const OwnedModelWeights outer = procedural_outer(m, DType::f16, 5, linears);
     CHECK(check_outer_weights(m, outer.weights));
@@ -396,13 +398,41 @@ TEST_CASE("A procedural model's layers can be made one by one, on any number of 
   }
 }
 
+TEST_CASE("Procedural fp8 weights are as large as dense ones, and without NaN", "[procedural]") {
+  ModelConfig m = *find_preset("pythia-14m");
+  for (std::int64_t group : {-1, 128, 48}) {
+    const OwnedLayerWeights made =
+        procedural_layer(m, DType::f16, 0, 3, {.bits = 8, .group_size = group, .is_fp8 = true});
+    const ModelSpec spec = m.spec();
+    for_each_linear(spec, made.weights, [&](const Site& site, const LinearParams& l, const LinearSize& size) {
+      INFO(site.name << ", group " << group);
+      REQUIRE(is_fp8(l.weight));
+      const auto& packed = std::get<PackedWeight>(l.weight);
+      REQUIRE(check_fp8("test", packed));
+      const Fp8Weight w = fp8_of(packed);
+      CHECK(w.groups() == (group == -1 ? 1 : (size.in + group - 1) / group));
+      double squares = 0;
+      std::int64_t nans = 0;
+      for (std::int64_t i = 0; i < w.out * w.in; ++i) {
+        const double value =
+            widen<double>(w.codes[i]) * double(w.scales[i / w.in * w.groups() + i % w.in / w.group_size]);
+        squares += value * value;
+        nans += is_nan(w.codes[i]);
+      }
+      CHECK(nans == 0);
+      CHECK(std::sqrt(squares / double(w.out * w.in)) == Approx(0.018).epsilon(0.03));
+      CHECK(packed.data.bytes() <= std::int64_t(format_of(l.weight).bytes(w.out, w.in, DType::f16)) + 3);
+    });
+  }
+}
+
 TEST_CASE("A procedural model tells its progress tensor by tensor, and an error ends it", "[procedural]") {
   ModelConfig m = *find_preset("pythia-14m");
   m.num_hidden_layers = 2;
   m.vocab_size = 16;
-  for (const WeightFormat& linears : {WeightFormat{}, WeightFormat{4, 128}}) {
+  for (const WeightFormat& linears : {WeightFormat{}, WeightFormat{4, 128}, WeightFormat{8, 128, true}}) {
     const OwnedModelWeights expected = procedural_model(m, m.dtype, 5, linears);
-    const std::int64_t bytes = weight_bytes(m, expected.weights);
+    const std::int64_t bytes = weight_bytes(m, expected.weights) + packed_bytes(m, expected.weights);
     std::vector<std::int64_t> told;
     const auto made = procedural_model(m, m.dtype, 5, linears, [&](std::int64_t made_bytes, std::int64_t all_bytes) {
       CHECK(all_bytes == bytes);

@@ -111,10 +111,10 @@ constexpr std::int64_t kTokens[] = {1,   2,   3,   7,   8,   9,   15,  16,  17, 
 /// Checks that each row of a call of kMostTokens rows has one value in all steps of a class, whose sizes are among
 /// `sizes`: among the first n rows of the call, and among n others. Returns how often two sizes were compared.
 template <class Op>
-int check_classes(DeviceProblem<Op>& p, std::span<const int> bits, cuda::Context& c, cuda::Scratch scratch,
+int check_classes(DeviceProblem<Op>& p, std::span<const WeightFormat> formats, cuda::Context& c, cuda::Scratch scratch,
                   std::span<const std::int64_t> sizes = kTokens) {
   int compared = 0;
-  for (const cuda::TokenRange& range : cuda::step_classes(c.arch(), bits)) {
+  for (const cuda::TokenRange& range : cuda::step_classes(c.arch(), formats)) {
     std::vector<std::string> expected;  // of the rows that were seen in this class
     for (auto n = sizes.rbegin(); n != sizes.rend(); ++n) {
       if (*n < range.first || *n > range.last) continue;
@@ -155,12 +155,12 @@ TEST_CASE("classes on the GPU: a row of a product has the same bits in all steps
     for (const GptqSetup& gptq :
          {GptqSetup{}, GptqSetup{4, 128, 1, false}, GptqSetup{4, 32, 0, true}, GptqSetup{8, 64, 1, false}}) {
       if (dtype == DType::f32 && gptq.bits) continue;
-      const std::vector<int> bits = gptq.bits ? std::vector<int>{gptq.bits} : std::vector<int>{};
+      const std::vector<WeightFormat> formats(gptq.bits ? 1 : 0, {.bits = gptq.bits, .group_size = gptq.group_size});
       for (Epilogue epilogue : kEpilogues) {
         if (epilogue == Epilogue::gelu_tanh && dtype != DType::f16) continue;
         DeviceProblem<ops::Linear> p(setup(dtype, gptq), linear_example(kMostTokens, 648, 264, epilogue));
         INFO(to_string(dtype) << ", " << gptq.bits << " bits, epilogue " << int(epilogue));
-        for (cuda::Context& c : all_contexts()) CHECK(check_classes(p, bits, c, scratch.get()) >= 10);
+        for (cuda::Context& c : all_contexts()) CHECK(check_classes(p, formats, c, scratch.get()) >= 10);
       }
     }
 }
@@ -174,10 +174,10 @@ TEST_CASE("classes on the GPU: a row of a product with a packed weight has the s
   cuda::Context c = context();
   for (DType dtype : {DType::f16, DType::bf16})
     for (const GptqSetup& gptq : {GptqSetup{4, 128, 1, false}, GptqSetup{4, 32, 0, true}, GptqSetup{8, 64, 1, false}}) {
-      const std::vector<int> bits{gptq.bits};
+      const std::vector<WeightFormat> formats{{.bits = gptq.bits, .group_size = gptq.group_size}};
       DeviceProblem<ops::Linear> p(setup(dtype, gptq), linear_example(kMostTokens, 648, 264, Epilogue::residual));
       INFO(to_string(dtype) << ", " << gptq.bits << " bits");
-      CHECK(check_classes(p, bits, c, scratch.get(), sizes) >= 290);
+      CHECK(check_classes(p, formats, c, scratch.get(), sizes) >= 290);
     }
 }
 
@@ -210,7 +210,7 @@ TEST_CASE("classes on the GPU: GPTQ weights and 1 to 300 tokens, of Pythia-2.8B'
     INFO(gptq.bits << " bits, groups of " << gptq.group_size << ", act-order " << gptq.desc_act);
     DeviceProblem<ops::Linear> p(setup(DType::f16, gptq), linear_example(kMostTokens, 1288, 136, Epilogue::none));
     cuda::Context own = context();
-    CHECK(check_classes(p, std::vector{gptq.bits}, own, scratch.get(), all) >= 290);
+    CHECK(check_classes(p, std::vector{WeightFormat{gptq.bits, gptq.group_size}}, own, scratch.get(), all) >= 290);
   }
   for (auto [dtype, in, out, epilogue] :
        {std::tuple<DType, std::int64_t, std::int64_t, Epilogue>{DType::f16, 2560, 7680, Epilogue::none},
@@ -452,10 +452,13 @@ TEST_CASE("an invariant model on the GPU: the same of Llama and Qwen3", "[gpu][c
   check_invariant({gated_model_of(ModelType::qwen3, 6, 2, 64, 256, 320), DType::f16});
 }
 
-TEST_CASE("an invariant model on the GPU: the same of weights of 4 bits, and in float32", "[gpu][classes][model]") {
+TEST_CASE("an invariant model on the GPU: the same of weights of 4 bits, of fp8 ones, and in float32",
+          "[gpu][classes][model]") {
   const WeightFormat four_bits{.bits = 4, .group_size = 64};
   check_invariant({model_of(4, 64, 16, 512), DType::f16, four_bits});
   check_invariant({gated_model_of(ModelType::llama, 6, 2, 64, 256, 320), DType::f16, four_bits});
+  const WeightFormat fp8{.bits = 8, .group_size = 128, .is_fp8 = true};
+  check_invariant({gated_model_of(ModelType::llama, 6, 2, 64, 256, 320), DType::bf16, fp8});
   check_invariant({model_of(4, 64, 16, 512), DType::f32});
 }
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "core/fp8.hpp"
 #include "cuda/ops/linear/linear.hpp"
 #include "cuda/ops/linear/wgmma/sum.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
@@ -23,10 +24,10 @@ namespace {
 /// An address that no plan reads from.
 void* address(std::uintptr_t n = 4096) { return reinterpret_cast<void*>(n); }
 
-/// A packed weight's properties that the choice depends on.
+/// A packed weight's properties that the choice depends on. Of an fp8 weight has_order stands for a scale a block.
 struct Packing {
   int bits = 4;
-  bool has_order = false, fits_f16 = true, in_rope_order = false;
+  bool has_order = false, fits_f16 = true, in_rope_order = false, is_fp8 = false;
 };
 
 struct Call {
@@ -38,6 +39,11 @@ struct Call {
 
 PackedWeight packed_weight(const Call& c, std::int64_t rows) {
   const Packing& p = *c.packing;
+  if (p.is_fp8) {
+    PackedWeight w = fp8_outline(rows, c.in, p.has_order ? 128 : c.in);
+    w.data.data = static_cast<const std::int32_t*>(address());
+    return w;
+  }
   const std::int64_t planes = p.bits / 4, columns = planes * c.in;
   GptqLayout layout{.row_tiles = std::int32_t((rows + 15) / 16),
                     .chunks = std::int32_t((columns + 63) / 64),
@@ -96,6 +102,7 @@ std::string expected(const Place& p, const Call& c) {
     if (half && hopper && aligned && c.tokens > 128 && ops::is_gelu(c.epilogue)) return "tiles";
     return library && c.tokens > 8 ? "cublaslt" : "gemv";
   }
+  if (c.packing->is_fp8) return half && c.in % 16 == 0 && c.tokens > 64 ? "tiles_fp8" : "gemv_fp8";
   const bool is_odd = c.packing->in_rope_order && (c.epilogue == Epilogue::residual || c.epilogue == Epilogue::swiglu);
   const bool in_order = c.packing->bits == 4 && !c.packing->has_order;
   // Parts of four chunks, which the kernel of four rows has, and of three.
@@ -120,8 +127,8 @@ constexpr Epilogue kEpilogues[] = {Epilogue::none, Epilogue::gelu_erf, Epilogue:
                                    Epilogue::swiglu};
 constexpr std::int64_t kTokens[] = {1, 2, 7, 8, 9, 15, 16, 17, 31, 64, 65, 127, 128, 129, 300, 512, 2048};
 /// Inputs and outputs: of Pythia-410M, 2.8B and Llama-3.1-8B, a small one, and one whose rows of y are not aligned.
-constexpr std::pair<std::int64_t, std::int64_t> kSizes[] = {{1024, 3072},  {2560, 7680}, {10240, 2560},
-                                                            {4096, 14336}, {128, 128},   {2560, 50252}};
+constexpr std::pair<std::int64_t, std::int64_t> kSizes[] = {{1024, 3072}, {2560, 7680},  {10240, 2560}, {4096, 14336},
+                                                            {128, 128},   {2560, 50252}, {136, 64}};
 
 }  // namespace
 
@@ -134,9 +141,11 @@ TEST_CASE("linear: the kernel that takes a call is the first of the list that ca
       for (std::int64_t tokens : kTokens)
         for (Epilogue epilogue : kEpilogues)
           for (DType dtype : {DType::f16, DType::bf16, DType::f32})
-            for (int packing = 0; packing < 17; ++packing) {
+            for (int packing = 0; packing < 19; ++packing) {
               Call c{.activation = dtype, .tokens = tokens, .in = in, .out = out, .epilogue = epilogue};
-              if (packing > 0) {
+              if (packing > 16) {
+                c.packing = Packing{.bits = 8, .has_order = packing > 17, .is_fp8 = true};
+              } else if (packing > 0) {
                 const int i = packing - 1;
                 c.packing = Packing{i & 1 ? 8 : 4, (i & 2) != 0, (i & 4) == 0, (i & 8) != 0};
                 // What no kernel takes: float32 activations, and gates in RoPE's order.
@@ -159,7 +168,7 @@ TEST_CASE("linear: the kernel that takes a call is the first of the list that ca
   std::set<std::string> kernels;
   for (const auto& [kernel, count] : taken) kernels.insert(kernel);
   CHECK(kernels == std::set<std::string>{"wgmma", "tiles", "cublaslt", "gemv", "wgmma_packed", "tiles_packed",
-                                         "cublaslt_packed", "packed"});
+                                         "cublaslt_packed", "packed", "tiles_fp8", "gemv_fp8"});
 }
 
 namespace {
@@ -204,9 +213,11 @@ TEST_CASE("step classes: within one, kernels, the order of a product's sums and 
       Target target = place.target();
       target.arch = arch;
       for (const std::optional<Packing>& packing : std::initializer_list<std::optional<Packing>>{
-               std::nullopt, Packing{4}, Packing{4, true}, Packing{8}, Packing{.in_rope_order = true}}) {
-        const std::vector<int> bits = packing ? std::vector<int>{packing->bits} : std::vector<int>{};
-        const std::vector<TokenRange> classes = step_classes(arch, bits);
+               std::nullopt, Packing{4}, Packing{4, true}, Packing{8}, Packing{.in_rope_order = true},
+               Packing{.bits = 8, .has_order = true, .is_fp8 = true}}) {
+        std::vector<WeightFormat> formats;
+        if (packing) formats.push_back({.bits = packing->bits, .group_size = 128, .is_fp8 = packing->is_fp8});
+        const std::vector<TokenRange> classes = step_classes(arch, formats);
         REQUIRE(classes.front().first == 1);
         REQUIRE(classes.back().last == kAnyTokens);
         CHECK((classes.size() == 1) == arch.tuning->is_invariant());
@@ -247,12 +258,18 @@ TEST_CASE("step classes: within one, kernels, the order of a product's sums and 
 }
 
 TEST_CASE("step classes: as programs print them", "[plans][classes]") {
-  const auto text = [](const Arch& arch, const std::vector<int>& bits) { return to_string(step_classes(arch, bits)); };
+  const auto text = [](const Arch& arch, const std::vector<int>& bits, bool is_fp8 = false) {
+    std::vector<WeightFormat> formats;
+    for (int of : bits) formats.push_back({.bits = of, .group_size = 128, .is_fp8 = is_fp8});
+    return to_string(step_classes(arch, formats));
+  };
   CHECK(text(kH100, {}) == "1 to 8, 9 to 128, 129 or more");
   CHECK(text(kRtx5090, {}) == "1 to 8, 9 to 128, 129 or more");
   CHECK(text(kH200, {4}) == "1, 2 to 8, 9 to 16, 17 to 32, 33 to 64, 65 to 128, 129 or more");
   CHECK(text(kH200, {8}) == text(kH200, {4}));
+  CHECK(text(kH200, {8}, true) == "1 to 8, 9 to 64, 65 to 128, 129 or more");
   CHECK(text(invariant_arch(kH200), {4, 8}) == "1 or more");
+  CHECK(text(invariant_arch(kH200), {8}, true) == "1 or more");
   const auto attention = [](const Arch& arch, std::int64_t head_dim, std::int64_t group) {
     return to_string(attention_classes(arch, head_dim, group));
   };
@@ -296,6 +313,18 @@ TEST_CASE("linear: a choice says what it plans, and why the kernels before it le
   CHECK(chosen(h200, {.tokens = 300}) ==
         "wgmma takes fewer tokens; tiles takes products with GELU; cublaslt: 0 matrices of a dequantised weight, " +
             std::to_string(kGemmWorkspaceBytes) + " B of scratch memory");
+  const Packing blocks{.bits = 8, .has_order = true, .is_fp8 = true};
+  CHECK(chosen(h200, {.in = 4096, .out = 4096, .packing = blocks})
+            .ends_with("packed takes packed GPTQ weights; tiles_fp8 takes more tokens; gemv_fp8: 256 blocks, 2 blocks "
+                       "an SM, 8 loads ahead"));
+  CHECK(chosen(h200, {.tokens = 20, .in = 4096, .out = 4096, .packing = blocks})
+            .ends_with("gemv_fp8: 2 launches: 256 blocks, 2 blocks an SM, 4 loads ahead; the last: 256 blocks, 2 "
+                       "blocks an SM, 8 loads ahead"));
+  CHECK(chosen(rtx5090, {.tokens = 65, .in = 4096, .out = 4100, .packing = blocks})
+            .ends_with("packed takes packed GPTQ weights; tiles_fp8: 1 tiles of tokens, 33 tiles of rows, 4 stages"));
+  CHECK(chosen(h200, {.tokens = 65, .in = 136, .packing = blocks})
+            .find("tiles_fp8 takes rows of a multiple of 16; gemv_fp8: 5 launches: ") != std::string::npos);
+  CHECK(chosen(h200, {.in = 132, .packing = blocks}) == "linear: cuda takes in a multiple of 8, got 132");
   CHECK(chosen(rtx5090, {.tokens = 64}).starts_with("wgmma needs wgmma; tiles takes more tokens; cublaslt: "));
   CHECK(chosen({kRtx5090, true, false, true}, {.tokens = 20}) ==
         "wgmma needs wgmma; tiles takes more tokens; cublaslt needs cuBLASLt; gemv: 2 launches: " +

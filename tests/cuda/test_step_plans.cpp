@@ -103,6 +103,28 @@ TEST_CASE("A rank of Llama-3.1-70B has a part of each layer's weights, and plans
   }
 }
 
+TEST_CASE("A plan of fp8 weights has their products beside the other ops, and no fused op", "[plans]") {
+  const auto kernels = [](const char* preset, std::int64_t group, std::int64_t batch, std::int64_t q_len) {
+    const Result<StepPlan> plan =
+        plan_step(kH200, {.model = find_preset(preset)->spec(),
+                          .activation = DType::bf16,
+                          .linears = {.bits = 8, .group_size = group, .is_fp8 = true},
+                          .sizes = {.batch = batch, .q_len = q_len, .table_rows = kCapacity, .capacity = kCapacity}});
+    INFO(plan.status().message());
+    REQUIRE(plan);
+    return kernels_of(*plan);
+  };
+  using Kernels = std::vector<std::string_view>;
+  for (std::int64_t group : {-1, 128}) {
+    CHECK(kernels("llama-3.1-8b", group, 1, 1) == Kernels{"rmsnorm", "gemv_fp8", "rope_append", "attention_decode",
+                                                          "gemv_fp8", "rmsnorm", "gemv_fp8", "gemv_fp8"});
+    CHECK(kernels("llama-3.1-8b", group, 1, 512) == Kernels{"rmsnorm", "tiles_fp8", "rope_append", "attention_wgmma",
+                                                            "tiles_fp8", "rmsnorm", "tiles_fp8", "tiles_fp8"});
+    CHECK(kernels("pythia-2.8b", group, 1, 1) == Kernels{"layernorm", "gemv_fp8", "rope_append", "attention_decode",
+                                                         "gemv_fp8", "layernorm", "gemv_fp8", "gemv_fp8"});
+  }
+}
+
 TEST_CASE("A rank's plan sums over the ranks, in one shot for few tokens and in two for many", "[plans][ranks]") {
   for (const char* preset : {"pythia-12b", "llama-3.1-8b"})
     for (const WeightFormat linears : {WeightFormat{}, WeightFormat{.bits = 4, .group_size = 128}})

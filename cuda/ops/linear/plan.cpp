@@ -183,14 +183,22 @@ Result<PackedLaunches> plan_packed(const Target& target, const ops::Linear::Args
   return all;
 }
 
+Result<Fp8TilesPlan> plan_tiles_fp8(const Target& target, const ops::Linear::Args& a) {
+  CF_TRY_ASSIGN(const Fp8Weight w, fp8_weight_of(a));
+  CF_TRY(leave(why_no_fp8_mma(w, a.x.dtype)));
+  const std::int64_t tokens = ops::Linear::dims(a).tokens;
+  CF_TRY(leave(tokens <= target.arch.tuning->fp8_tokens ? "takes more tokens" : ""));
+  return fp8_tiles_plan(tokens, w.out);
+}
+
 Result<GemvLaunches> plan_gemv_fp8(const Target& target, const ops::Linear::Args& a) {
   CF_TRY_ASSIGN(const Fp8Weight w, fp8_weight_of(a));
   const bool on_tensor_cores = why_no_fp8_mma(w, a.x.dtype).empty();
   GemvLaunches all;
   CF_TRY(for_each_gemv_launch(ops::Linear::dims(a).tokens, [&](std::int64_t first, std::int64_t tokens) {
-    all.launches.push_back({first, tokens,
-                            on_tensor_cores ? fp8_gemv_plan(target.arch, w.out, tokens)
-                                            : gemv_f32_plan(ops::Linear::dims(a).out)});
+    all.launches.push_back(
+        {first, tokens,
+         on_tensor_cores ? fp8_gemv_plan(target.arch, w.out, tokens) : gemv_f32_plan(ops::Linear::dims(a).out)});
     return Status();
   }));
   return all;

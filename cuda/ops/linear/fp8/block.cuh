@@ -22,9 +22,9 @@ struct Fp8Smem {
 ///   finish(token, row, sum, begun) takes each element once, with what begin() returned; sum(row) is the element's sum
 ///                                  and sum(row ^ 1) that of the row beside it
 template <class T, bool TwoTokens, class Ready, class X, class Begin, class Finish>
-__device__ void fp8_block(const Fp8Matrix& w, int tokens, Ready ready, X x, Begin begin, Finish finish,
-                          Fp8Smem& smem) {
-  constexpr int depth = fp8_depth(TwoTokens), halves = 2, token_tiles = TwoTokens ? 2 : 1;  // a chunk's halves have 16 columns a lane
+__device__ void fp8_block(const Fp8Matrix& w, int tokens, Ready ready, X x, Begin begin, Finish finish, Fp8Smem& smem) {
+  constexpr int depth = fp8_depth(TwoTokens), halves = 2,
+                token_tiles = TwoTokens ? 2 : 1;  // a chunk's halves have 16 columns a lane
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int chunks = (w.in + kFp8Columns - 1) / kFp8Columns;
   const int rounds = ((chunks + kGemvWarps - 1) / kGemvWarps + depth - 1) / depth;  // of a tile

@@ -17,8 +17,7 @@ struct Product {
 };
 
 template <class T, bool TwoTokens, bool Gated>
-__global__ void __launch_bounds__(kGemvThreads, kFp8BlocksPerSm)
-    fp8_kernel(const __grid_constant__ Product p) {
+__global__ void __launch_bounds__(kGemvThreads, kFp8BlocksPerSm) fp8_kernel(const __grid_constant__ Product p) {
   __shared__ Fp8Smem smem;
   let_successor_start();
   const T* x = static_cast<const T*>(p.x);

@@ -16,7 +16,11 @@ struct Fp8Matrix {
 };
 
 inline Fp8Matrix fp8_matrix(const Fp8Weight& w) {
-  return {reinterpret_cast<const std::uint8_t*>(w.codes), w.scales, int(w.out), int(w.in), int(w.groups()),
+  return {reinterpret_cast<const std::uint8_t*>(w.codes),
+          w.scales,
+          int(w.out),
+          int(w.in),
+          int(w.groups()),
           int(std::min(w.group_size, w.in))};
 }
 
