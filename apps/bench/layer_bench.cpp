@@ -45,6 +45,7 @@ void for_each_block(const ModelConfig& m, const LayerWeights& weights, bool matr
   for_each_weight(m, weights, [&](const TensorSpec&, const auto& v, const auto& shape) {
     if (!matrices || shape.size() == 2) f(v.data, std::size_t(v.bytes()));
   });
+  for_each_packed(m, weights, [&](const PackedWeight& w) { f(w.data.data, std::size_t(w.data.bytes())); });
 }
 
 void evict(const ModelConfig& m, const LayerWeights& weights) { for_each_block(m, weights, false, evict_from_caches); }

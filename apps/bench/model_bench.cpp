@@ -43,6 +43,8 @@ double weights_read_rate(const ModelSpec& m, const ModelWeights& weights) {
     // Vectors are too short to measure a rate.
     if (shape.size() == 2) rate.add(view.data, std::size_t(view.bytes()));
   });
+  for (const LayerWeights& layer : weights.layers)
+    for_each_packed(m, layer, [&](const PackedWeight& w) { rate.add(w.data.data, std::size_t(w.data.bytes())); });
   return rate.bytes_per_s();
 }
 

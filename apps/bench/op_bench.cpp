@@ -229,7 +229,8 @@ Result<std::vector<OpTiming>> time_op(DeviceTimer& timer, const OpBenchRequest& 
 
   // As in a model's steps, products of many tokens have scratch memory. All of a graph's share it.
   cuda::DeviceMemory scratch_memory;
-  if (const std::size_t bytes = cuda::linear_scratch_bytes(r.model, r.dtype, load.tokens(), r.linears.bits != 0 && !r.linears.is_fp8)) {
+  if (const std::size_t bytes =
+          cuda::linear_scratch_bytes(r.model, r.dtype, load.tokens(), r.linears.bits != 0 && !r.linears.is_fp8)) {
     CF_TRY_ASSIGN(scratch_memory, cuda::DeviceMemory::create(context, bytes, "scratch memory"));
   }
   const cuda::Scratch scratch{scratch_memory.data(), scratch_memory.bytes()};

@@ -172,13 +172,19 @@ inline std::int64_t weight_bytes(const ModelSpec& m, const ModelWeights& w) {
   return sum;
 }
 
-/// The bytes of a model's packed weights, which are no tensors of a checkpoint: those of fp8 Linears among them.
+/// Calls f(packed) for every packed weight of a layer, which is no tensor of for_each_weight(): that of an fp8 Linear.
+template <class F>
+void for_each_packed(const ModelSpec& m, const LayerWeights& w, F&& f) {
+  for_each_linear(m, w, [&](const Site&, const LinearParams& l, const LinearSize&) {
+    if (const auto* packed = std::get_if<PackedWeight>(&l.weight)) f(*packed);
+  });
+}
+
+/// The bytes of all packed weights of a model.
 inline std::int64_t packed_bytes(const ModelSpec& m, const ModelWeights& w) {
   std::int64_t sum = 0;
   for (const LayerWeights& layer : w.layers)
-    for_each_linear(m, layer, [&](const Site&, const LinearParams& l, const LinearSize&) {
-      if (const auto* packed = std::get_if<PackedWeight>(&l.weight)) sum += packed->data.bytes();
-    });
+    for_each_packed(m, layer, [&](const PackedWeight& packed) { sum += packed.data.bytes(); });
   return sum;
 }
 

@@ -22,25 +22,16 @@ namespace {
 /// The dtype of a model's weights outside its Linears, which its activations have too.
 DType dtype_of_weights(const ModelWeights& w) { return w.embed_in.dtype; }
 
-/// Whether any Linear is quantised.
-bool is_quantised(const ModelSpec& m, const ModelWeights& w) {
+/// Whether any Linear has such a weight.
+bool any_linear(const ModelSpec& m, const ModelWeights& w, bool (*is)(const LinearWeight&)) {
   bool found = false;
   for (const LayerWeights& layer : w.layers)
-    for_each_linear(m, layer, [&](const Site&, const LinearParams& l, const LinearSize&) {
-      found |= !std::holds_alternative<DenseWeight>(l.weight);
-    });
+    for_each_linear(m, layer, [&](const Site&, const LinearParams& l, const LinearSize&) { found |= is(l.weight); });
   return found;
 }
-
-/// Whether any Linear has GPTQ weights, whose products of many tokens take scratch memory.
-bool has_gptq(const ModelSpec& m, const ModelWeights& w) {
-  bool found = false;
-  for (const LayerWeights& layer : w.layers)
-    for_each_linear(m, layer, [&](const Site&, const LinearParams& l, const LinearSize&) {
-      found |= !std::holds_alternative<DenseWeight>(l.weight) && !is_fp8(l.weight);
-    });
-  return found;
-}
+bool is_quantised(const LinearWeight& w) { return !std::holds_alternative<DenseWeight>(w); }
+/// GPTQ, whose products of many tokens take scratch memory.
+bool is_gptq(const LinearWeight& w) { return is_quantised(w) && !is_fp8(w); }
 
 /// The tokens that go through the model at once, at most: a chunk, as far as all slots have room for one, or a token of
 /// each slot.
@@ -154,7 +145,7 @@ ModelTensors Model::State::tensors(std::int64_t slot, const StepSizes& sizes, co
 
 Impl Model::auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeights& weights, const Options& o) {
   if (o.stream() || leaves_keys_out(model, o)) return Impl::graph;
-  return fastest_impl(arch, model, dtype_of_weights(weights), is_quantised(model, weights), o.slots);
+  return fastest_impl(arch, model, dtype_of_weights(weights), any_linear(model, weights, is_quantised), o.slots);
 }
 
 ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const Options& options) {
@@ -165,8 +156,8 @@ ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const O
   own.allocate(arena, m, dtype, o);
   return {.weights = o.in_place ? 0 : double(weight_bytes(m, weights) + packed_bytes(m, weights)),
           .cache = KvCache::bytes(m, dtype, o.slots, o.capacity, kind_of(m, o)),
-          .workspace = arena.measured() + Workspace::bytes(m, dtype, most_tokens(o), o.capacity, has_gptq(m, weights),
-                                                           o.invariant, o.stream())};
+          .workspace = arena.measured() + Workspace::bytes(m, dtype, most_tokens(o), o.capacity,
+                                                           any_linear(m, weights, is_gptq), o.invariant, o.stream())};
 }
 
 Status Model::check_memory(const std::string& name, const ModelSpec& m, const ModelWeights& weights,
@@ -241,8 +232,8 @@ Result<std::unique_ptr<Model>> Model::create_part(const Context& on, const std::
   const CacheKind kind = kind_of(spec, o);
   CF_TRY_ASSIGN(KvCache cache,
                 KvCache::create(context, spec, dtype, {0, spec.shape.num_layers}, o.slots, o.capacity, kind));
-  CF_TRY_ASSIGN(Workspace workspace,
-                Workspace::create(context, spec, dtype, most_tokens(o), o.capacity, has_gptq(spec, host), o.stream()));
+  CF_TRY_ASSIGN(Workspace workspace, Workspace::create(context, spec, dtype, most_tokens(o), o.capacity,
+                                                       any_linear(spec, host, is_gptq), o.stream()));
   const Impl impl = o.impl.value_or(auto_impl(context.arch(), spec, host, o));
   auto state = std::make_unique<State>(context, std::move(stream), spec, o, impl, std::move(weights), std::move(cache),
                                        std::move(workspace));

@@ -339,6 +339,7 @@ TEST_CASE("model on the GPU: fp8 weights: many sequences, the graph by itself, i
   require_ok(model->swap_weights(spec, small.weights->weights, small.weights));
   CHECK((all_rows(*model) == expected));
 
+  if (slots > 1) return;
   for (Impl impl : {Impl::split, Impl::layer, Impl::persistent}) {
     Model::Options o = options;
     o.impl = impl;
