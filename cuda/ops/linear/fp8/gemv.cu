@@ -37,7 +37,7 @@ auto mma_kernel_for(int tokens) {
 
 /// What tensor cores do not take. A code times its scale is rounded to float32 once.
 template <bool Gated>
-__global__ void __launch_bounds__(kGemvThreads) fp8_row_kernel(const __grid_constant__ Product p) {
+__global__ void __launch_bounds__(kGemvThreads, 1) fp8_row_kernel(const __grid_constant__ Product p) {
   let_successor_start();
   wait_for_predecessors();
   const Fp8Matrix& m = p.weight;

@@ -36,12 +36,12 @@ __device__ void multiply_row(long all_rows, long in, int tokens, const LinearOut
 #pragma unroll
   for (int token = 0; token < kMmaTokens; ++token) {
     if (token >= tokens) break;
-    float sums[rows];
-#pragma unroll
-    for (int r = 0; r < rows; ++r) sums[r] = warp_sum(sum[r][token]);
-    if (lane == 0)
-      finish_of<Gated>(
-          output, token, row, [&](long of) { return sums[of - row]; }, addends_of<Gated>(output, token, row));
+    const float first = warp_sum(sum[0][token]), second = Gated ? warp_sum(sum[rows - 1][token]) : 0;
+    if (lane > 0) continue;
+    if constexpr (Gated)
+      finish_gate(output, token, row, first, second, gate_addends(output, row));
+    else
+      finish(output, token, row, first, addends(output, token, row));
   }
 }
 
