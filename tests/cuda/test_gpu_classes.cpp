@@ -222,7 +222,7 @@ TEST_CASE("classes on the GPU: GPTQ weights and 1 to 300 tokens, of Pythia-2.8B'
     INFO(in << " -> " << out << ", epilogue " << int(epilogue));
     DeviceProblem<ops::Linear> p(setup(dtype, {4, 128, 1, false}), linear_example(kMostTokens, in, out, epilogue));
     cuda::Context own = context();
-    CHECK(check_classes(p, std::vector{4}, own, scratch.get()) >= 10);
+    CHECK(check_classes(p, std::vector{WeightFormat{4, 128}}, own, scratch.get()) >= 10);
   }
 }
 

@@ -240,6 +240,19 @@ TEST_CASE(
         INFO("in " << in << ", scales " << int(scales) << ", " << to_string(activation));
         CHECK(wrong == 0);
       }
+  // In tiles of tokens, too: any number of them, at any place.
+  for (DType activation : {DType::f16, DType::bf16}) {
+    const SharedFp8 w = random_fp8(136, 656, Scales::block, 2);
+    Problem<ops::Linear> host(setup(activation), linear_example(280, 656, 136, Epilogue::residual));
+    DeviceProblem<ops::Linear> p(host);
+    const std::vector<std::byte> all = y_of(p, host, w, c, 0, 280);
+    const std::size_t row_bytes = all.size() / 280;
+    for (auto [first, tokens] : {std::pair<std::int64_t, std::int64_t>{0, 65}, {0, 129}, {7, 128}, {100, 180}}) {
+      const std::vector<std::byte> got = y_of(p, host, w, c, first, tokens);
+      INFO(to_string(activation) << ", " << tokens << " tokens from " << first << " on");
+      CHECK(std::memcmp(got.data(), all.data() + std::size_t(first) * row_bytes, got.size()) == 0);
+    }
+  }
 }
 
 TEST_CASE("linear on the GPU: fp8 weights give the same bits a thousand times", "[gpu][fp8]") {
