@@ -51,6 +51,7 @@ ROOMS = {
     "cuda/ops/linear/output": OP_FAMILY,
     "cuda/ops/linear/pack": OP_FAMILY,
     "cuda/ops/linear/gemv": PRODUCT,
+    "cuda/ops/linear/fp8": [*PRODUCT, "cuda/ops/linear/gemv"],
     "cuda/ops/linear/packed": PRODUCT,
     "cuda/ops/linear/cublaslt": [*PRODUCT, "cuda/ops/linear/packed"],
     "cuda/ops/linear/wgmma": [*PRODUCT, "cuda/ops/linear/packed"],
