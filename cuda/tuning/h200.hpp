@@ -47,10 +47,9 @@ inline constexpr Tuning kH200Tuning{
     // room to arrive; that is slower for the four linears of a Pythia-2.8B layer.
     .packed_turns = 1,
     // Record: TRIALS.md, packed-prompts. Of 160 to 512 tokens Pythia-2.8B's matrices of 2,560 rows have tiles for half of
-    // the SMs or fewer.
-    .packed_divided_rows = 4096,
-    // Record: commit c1a3e64d. A layer's products of 32 tokens take two launches of the wide kernel 98 us with
-    // Llama-3.1-8B and 50 with Pythia-2.8B, and wgmma 132 and 53.
+    // the SMs or fewer. With Llama-3.1-8B's, of 4,096 rows, prompts of 512 ids and more lose.
+    .packed_divided_rows = 3072,
+    // Record: TRIALS.md, wide-launches. For 64 tokens wgmma is faster everywhere.
     .packed_wide_tokens = 32,
     // Record: commit 40f747c. There are blocks for 66 clusters of four and for 33 of eight. The device holds 62 and 30.
     .packed_clusters_elevenths = 10,

@@ -206,12 +206,17 @@ struct GptqReserved {
   int bytes = 0, bytes_a_token = 0;
 };
 
+/// The clusters of `split` blocks that the device holds at once.
+constexpr int gptq_resident_clusters(const Arch& arch, int split, int blocks_per_sm) {
+  const int clusters = blocks_per_sm * arch.sm_count / split;
+  return std::max(1, split > 2 ? clusters * arch.tuning->packed_clusters_elevenths / 11 : clusters);
+}
+
 /// Deals `tiles` tiles to the clusters of p.split blocks, for p.tokens tokens or fewer where shared memory is short.
 /// The grid is 0 where it has no room for one token. `ahead_of_many` is for one token and many tiles.
 constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, const GptqReserved& reserved,
                                const GptqAhead& ahead_of_many, GptqPlan& p) {
-  const int clusters = blocks_per_sm * arch.sm_count / p.split;
-  const int slots = std::max(1, p.split > 2 ? clusters * arch.tuning->packed_clusters_elevenths / 11 : clusters);
+  const int slots = gptq_resident_clusters(arch, p.split, blocks_per_sm);
   const int most_tiles = p.tokens > kGptqWideTokens ? kGptqWidestTiles : kGptqWideTiles;
   const int rounds = p.wide ? (tiles - 1) / (slots * most_tiles) + 1 : 1;
   p.tiles = (tiles + slots * rounds - 1) / (slots * rounds);
@@ -391,11 +396,23 @@ constexpr bool gptq_is_wide(const Arch& arch, const GptqSizes& m, std::int64_t c
 }
 static_assert(kH200Tuning.class_of(kGptqRegisterTokens).last == kGptqRegisterTokens);
 
-/// Whether the wide kernel takes a call that wgmma takes, too: few tokens, and parts of three or four chunks. Shorter
-/// parts are more, and so are the sums to add up.
+/// The most tokens of a launch of the wide kernel. A launch of kGptqWidestTokens has one block an SM. It is slow where
+/// clusters take their turn, and where they are of more than four blocks, of which an SM's neighbours hold few.
+constexpr int gptq_wide_launch_tokens(const Arch& arch, GptqSizes m) {
+  constexpr int most_split = 4;
+  m.wide = true;
+  const int blocks_per_sm = linear_gptq_blocks_per_sm(true, kGptqWidestTokens);
+  const GptqPlan p = gptq_plan(arch, m, kGptqWidestTokens, kLinearGptqTurns, blocks_per_sm);
+  const bool in_one_round = p.grid > 0 && p.full <= gptq_resident_clusters(arch, p.split, blocks_per_sm);
+  return in_one_round && p.split <= most_split && p.tokens == kGptqWidestTokens ? kGptqWidestTokens : kGptqWideTokens;
+}
+
+/// Whether the wide kernel takes a call that wgmma takes, too: few tokens, in one launch, and parts of three or four
+/// chunks. Shorter parts are more, and so are the sums to add up.
 constexpr bool gptq_wide_comes_first(const Arch& arch, const GptqSizes& m, std::int64_t call_tokens) {
   const int parts = kGptqParts * gptq_split(m.chunks, kGptqWideChunks);
   return call_tokens <= arch.tuning->packed_wide_tokens && gptq_is_wide(arch, m, call_tokens) &&
+         gptq_wide_launch_tokens(arch, m) == kGptqWidestTokens &&
          (m.in_quads || (m.chunks + parts - 1) / parts == kGptqWideChunks);
 }
 
@@ -404,9 +421,10 @@ constexpr bool gptq_wide_comes_first(const Arch& arch, const GptqSizes& m, std::
 template <class F>
 Status for_each_gptq_launch(const Arch& arch, GptqSizes sizes, std::int64_t tokens, F&& f) {
   sizes.wide = gptq_is_wide(arch, sizes, tokens);
+  const std::int64_t most = sizes.wide ? gptq_wide_launch_tokens(arch, sizes) : gptq_most_tokens(sizes);
   for (std::int64_t first = 0; first < tokens;) {
-    const GptqPlan plan =
-        gptq_plan(arch, sizes, tokens - first, kLinearGptqTurns, linear_gptq_blocks_per_sm(sizes.wide, tokens - first));
+    const std::int64_t left = std::min(tokens - first, most);
+    const GptqPlan plan = gptq_plan(arch, sizes, left, kLinearGptqTurns, linear_gptq_blocks_per_sm(sizes.wide, left));
     if (plan.grid == 0)
       return Status::error(Code::unimplemented, "linear: cuda takes GPTQ weights of up to " +
                                                     std::to_string(kGptqMaxColumns) + " columns, got " +

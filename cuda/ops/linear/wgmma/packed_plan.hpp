@@ -160,7 +160,7 @@ constexpr PackedTilesPlan packed_tiles_layout(const Arch& arch, const GptqLayout
 /// The tile with the shortest rounds, counted in tokens: what a step takes beside its products counts as
 /// kPackedTilesStepTokens more. Halves side by side are rounds of half the length. Among equals the widest tile reads the
 /// least. may_park: there is scratch memory for the sums of first halves.
-inline constexpr int kPackedTilesStepTokens = 200;
+inline constexpr int kPackedTilesStepTokens = 120;
 constexpr PackedTilesPlan packed_tiles_plan(const Arch& arch, const GptqLayout& layout, std::int64_t tokens,
                                             std::int64_t rows, bool may_park = true) {
   const bool is_whole = layout.columns_per_group % kLinearWgmmaColumns == 0;  // no group ends within a step
