@@ -20,8 +20,7 @@ inline constexpr Tuning kH200Tuning{
     // products takes 55 us for 16 tokens by packed, which takes 16 tokens a launch, and 228 us for 64 tokens by
     // cuBLASLt.
     .packed_tokens = 64,
-    // Nobody has measured it. A launch of 16 tokens reads the matrix once; a tile of 128 tokens takes an SM the time of
-    // about eight of them, and small matrices have fewer tiles than there are SMs.
+    // Record: TRIALS.md, fp8. 64 tokens take gemv_fp8 339 us. 512 take tiles_fp8 1,615 us, a quarter for each 128.
     .fp8_tokens = 64,
     // Record: commit 5d78502. A prompt of 128 ids takes Pythia-2.8B 2.7 ms by wgmma and 2.9 ms by cuBLASLt; the 32
     // layers take 64 sequences 2.6 and 3.0 ms. Alone, cuBLASLt's products of 64 and 128 tokens are faster: wgmma leaves
@@ -46,8 +45,8 @@ inline constexpr Tuning kH200Tuning{
     // Record: commit 40f747c. With two warps a part each has half the registers, and the next kernel's first tiles have
     // room to arrive; that is slower for the four linears of a Pythia-2.8B layer.
     .packed_turns = 1,
-    // Record: TRIALS.md, packed-prompts. Of 160 to 512 tokens Pythia-2.8B's matrices of 2,560 rows have tiles for half of
-    // the SMs or fewer. With Llama-3.1-8B's, of 4,096 rows, prompts of 512 ids and more lose.
+    // Record: TRIALS.md, packed-prompts. Of 160 to 512 tokens Pythia-2.8B's matrices of 2,560 rows have tiles for half
+    // of the SMs or fewer. With Llama-3.1-8B's, of 4,096 rows, prompts of 512 ids and more lose.
     .packed_divided_rows = 3072,
     // Record: TRIALS.md, wide-launches. For 64 tokens wgmma is faster everywhere.
     .packed_wide_tokens = 32,

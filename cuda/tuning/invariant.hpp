@@ -6,7 +6,8 @@
 namespace cf::cuda {
 
 /// Every step has kernels with one order of sums. Dense weights in 16 bits are multiplied by cuBLASLt and, with GELU, by
-/// tiles and by wgmma without splits; packed weights by packed's kernels of several tokens, fp8 ones by gemv_fp8. Attention is that of prompts.
+/// tiles and by wgmma without splits; packed weights by packed's kernels of several tokens, fp8 ones by gemv_fp8.
+/// Attention is that of prompts.
 constexpr Tuning in_one_class(Tuning t) {
   t.step_classes.fill({.first = 1, .last = kAnyTokens, .planned_as = 2048});
   t.gemv_tokens = 0;

@@ -105,9 +105,13 @@ std::string expected(const Place& p, const Call& c) {
   if (c.packing->is_fp8) return half && c.in % 16 == 0 && c.tokens > 64 ? "tiles_fp8" : "gemv_fp8";
   const bool is_odd = c.packing->in_rope_order && (c.epilogue == Epilogue::residual || c.epilogue == Epilogue::swiglu);
   const bool in_order = c.packing->bits == 4 && !c.packing->has_order;
-  // Parts of four chunks, which the kernel of four rows has, and of three.
-  const bool in_quads = c.in % 2048 == 0 && !c.packing->in_rope_order, in_threes = c.in == 2560 || c.in == 10240;
-  const bool wide = in_order && c.tokens <= 32 && (in_quads || in_threes) && p.arch.compute_capability == 90;
+  // Parts of four chunks, which the kernel of four rows has, and of three, in clusters of up to four blocks. A cluster
+  // has up to ten tiles of 16 rows, and the device holds 132 of one block, 66 of two, 30 of four.
+  const bool in_quads = c.in % 2048 == 0 && !c.packing->in_rope_order, in_threes = c.in == 2560;
+  const std::int64_t blocks = in_quads ? c.in / 2048 : 2, clusters = blocks == 1 ? 132 : blocks == 2 ? 66 : 30;
+  const bool in_one_round = blocks <= 4 && c.out * ops::rows_of_output(c.epilogue) <= clusters * 160;
+  const bool wide =
+      in_order && c.tokens <= 32 && (in_quads || in_threes) && in_one_round && p.arch.compute_capability == 90;
   if (half && hopper && aligned && c.tokens >= 17 && !wide && !is_odd && (in_order || p.scratch))
     return c.tokens <= 128 ? "wgmma_packed" : "tiles_packed";
   const bool fits = c.packing->fits_f16 || c.activation != DType::f16;
