@@ -87,7 +87,7 @@ __device__ inline GateAddends gate_addends(const LinearOutput& to, long row) {
 
 /// Those of either kernel: addends() or gate_addends().
 template <bool Gated>
-__device__ AddendsOf<Gated> addends_of(const LinearOutput& to, int token, long row) {
+__device__ AddendsOf<Gated> addends_of(const LinearOutput& to, int token, int row) {
   if constexpr (Gated)
     return gate_addends(to, row);
   else
@@ -114,9 +114,9 @@ __device__ inline void finish_gate(const LinearOutput& to, int token, long row, 
   store_scalar(to.y, to.activation, token * to.out + row / 2, y[0]);
 }
 
-/// Stores the element that sum(row) makes, or with gates sum(row) and sum(row + 1) together, of the gate's row.
+/// Stores the element that sum(row) makes, or with gates sum(row) and sum(row ^ 1) together where row is the gate's.
 template <bool Gated, class Sum>
-__device__ void finish_of(const LinearOutput& to, int token, long row, Sum sum, AddendsOf<Gated> add) {
+__device__ void finish_of(const LinearOutput& to, int token, int row, Sum sum, AddendsOf<Gated> add) {
   if constexpr (!Gated)
     finish(to, token, row, sum(row), add);
   else if (row % 2 == 0)
