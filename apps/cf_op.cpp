@@ -202,7 +202,7 @@ int run(int argc, const char* const* argv) {
   line.require("--preset");
   line.check([&](Faults& faults) {
     const std::vector<std::string> linears = names(linear_op_names());
-    if (r.linears.bits && !r.op.empty() && std::find(linears.begin(), linears.end(), r.op) == linears.end())
+    if (!o.quant.name.empty() && !r.op.empty() && std::find(linears.begin(), linears.end(), r.op) == linears.end())
       faults.add(fmt::format("--quant: expected with {}, got {}", list_of(linears), r.op));
     if (line.given("--preset")) take_model(o, faults);
   });

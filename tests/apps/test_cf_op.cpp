@@ -41,11 +41,12 @@ TEST_CASE("cf-op names what is wrong before it looks for a GPU") {
   check_refusal("linear " + tiny + "--layers -1", "--layers: expected 0 to 1024, got '-1'");
   check_refusal("linear " + tiny + "--runs 0", "--runs: expected 1 to 1000000, got '0'");
   check_refusal("linear " + tiny + "--warmup -1", "--warmup: expected 0 to 1000000, got '-1'");
-  check_refusal("linear " + tiny + "--quant awq", "--quant: expected gptq, got 'awq'");
+  check_refusal("linear " + tiny + "--quant awq", "--quant: expected gptq or fp8, got 'awq'");
   check_refusal("linear " + tiny + "--group 32", "--group: expected with --quant");
   check_refusal("linear " + tiny + "--quant gptq --group 0", "--group: expected -1 or 1 to 4194304, got '0'");
-  check_refusal("rope " + tiny + "--quant gptq",
-                "--quant: expected with linear, ln_qkv, ln_qkv_heads, linear_sum, rms_linear or rms_qkv, got rope");
+  for (const std::string quant : {"gptq", "fp8"})
+    check_refusal("rope " + tiny + "--quant " + quant,
+                  "--quant: expected with linear, ln_qkv, ln_qkv_heads, linear_sum, rms_linear or rms_qkv, got rope");
   check_refusal("linear " + tiny + "--json /nowhere/x.json", "/nowhere");
   check_refusal("linear " + tiny + "--colour", "--colour: unknown option");
 }
