@@ -37,8 +37,8 @@ std::uint64_t checksum(const void* data, std::size_t bytes);
 ///   qzeros   each code is one of the two integers next to the codes' mean; a bit of r chooses
 ///   scales   (1 + (n >> 3) * 2^-10) * 2^-(4 + bits): weights of sigma 0.018
 ///   g_idx    k / group_size
-///   weight   of fp8: the float8 number nearest to n * 2^-2
-///   weight_scale  of fp8, one for each row and group: (1 + (n >> 3) * 2^-10) * 2^-12, weights of sigma 0.018
+///   weight   fp8 alone: the float8 (e4m3) number nearest to n * 2^-2
+///   weight_scale  fp8 alone, one for each row and group: (1 + (n >> 3) * 2^-10) * 2^-12. The weights have sigma 0.018
 /// Values of large dense tensors are made on `threads` threads, 1 or more.
 OwnedLayerWeights procedural_layer(const ModelSpec& m, DType dtype, std::int64_t layer, std::uint64_t seed,
                                    WeightFormat linears = {}, int threads = 1);

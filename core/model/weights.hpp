@@ -180,7 +180,7 @@ void for_each_packed(const ModelSpec& m, const LayerWeights& w, F&& f) {
   });
 }
 
-/// The bytes of all packed weights of a model.
+/// The bytes that the codes, scales and orders of a model's quantised weights take.
 inline std::int64_t packed_bytes(const ModelSpec& m, const ModelWeights& w) {
   std::int64_t sum = 0;
   for (const LayerWeights& layer : w.layers)

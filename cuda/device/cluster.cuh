@@ -28,8 +28,8 @@ __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-/// Writes v into the shared memory of a block of the cluster, where a barrier of that block counts the bytes. Both are
-/// from shared_address_in(); `to` is a multiple of 16.
+/// Stores v into the shared memory of a block of the cluster. `barrier`, an mbarrier of that block, counts the bytes as
+/// they arrive. Both addresses are from shared_address_in(); `to` is a multiple of 16.
 __device__ inline void store_async(std::uint32_t to, const float (&v)[4], std::uint32_t barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(to),
                "r"(barrier), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])

@@ -95,7 +95,7 @@ __device__ inline void copy_async(void* to, const void* from) {
 /// Ends a group of this thread's copy_async(): those since the group before it, which may be none.
 __device__ inline void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-/// Waits until this thread's groups have arrived, but for the last `Left` of them.
+/// Waits until all copy groups of this thread have arrived except the newest `Left`.
 template <int Left>
 __device__ void wait_copy_groups() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");

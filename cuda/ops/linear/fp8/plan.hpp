@@ -10,16 +10,16 @@
 
 namespace cf::cuda {
 
-// A tile is 16 rows of W. A block's warps take the columns of a tile in turn, in chunks of 128, which are a group's
-// where the scales are those of blocks of 128 x 128.
+// A tile is 16 rows of W. A block's warps take its columns in turn, in chunks of 128. Where each block of 128 x 128 has
+// a scale, a chunk is a group.
 inline constexpr int kFp8TileRows = 16, kFp8Columns = 128;
 
-/// The chunks of a warp whose loads are in flight, four of 16 bytes a lane each, and the blocks that an SM's registers
-/// have room for. With more than 8 tokens a lane holds the activations of two tokens.
+/// How many chunks of a warp are in flight. A lane loads a chunk with four loads of 16 bytes. With more than 8 tokens a
+/// lane holds the activations of two tokens, and its registers have room for fewer chunks.
 constexpr int fp8_depth(bool two_tokens_a_lane) { return two_tokens_a_lane ? 1 : 2; }
-inline constexpr int kFp8BlocksPerSm = 2;
+inline constexpr int kFp8BlocksPerSm = 2;  // as many as an SM's registers have room for
 
-/// Every block takes the same number of tiles or one fewer, as those of gemv_plan().
+/// The plan of a launch. Each block takes the same number of tiles, or one fewer.
 constexpr GemvPlan fp8_gemv_plan(const Arch& arch, std::int64_t rows, std::int64_t tokens) {
   const std::int64_t tiles = (rows + kFp8TileRows - 1) / kFp8TileRows,
                      slots = std::int64_t(arch.sm_count) * kFp8BlocksPerSm;

@@ -10,7 +10,7 @@
 namespace cf::cuda {
 namespace {
 
-/// The pointers are those of the call's first token.
+/// A call as the kernel takes it. `x` and the output begin at the call's first token.
 struct TilesCall {
   Fp8Matrix weight;
   const void* x;
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) fp8_tiles_kernel(const __grid_consta
   const int stages = (w.in + kFp8StageColumns - 1) / kFp8StageColumns;
   const auto slot_of = [&](int stage) { return fp8_stages + stage % kFp8Stages * (kFp8StageBytes / kUnit); };
   const auto x_of = [&](uint4* slot) { return slot + kFp8TileOfRows * kCodeUnits; };
-  // What the matrix or x does not have is zero.
+  // Rows, tokens and columns beyond the ends of the matrix and of x are filled with zeros.
   const auto copy = [](uint4* to, const void* from, bool there) {
     if (there)
       copy_async(to, from);

@@ -39,7 +39,7 @@ auto kernel_for(int depth, bool two_tokens) {
   return depth == 5 ? linear_kernel<T, 5, false, Gated> : linear_kernel<T, 4, false, Gated>;
 }
 
-/// Float32 activations. Weights of any dtype are exact in float32.
+/// The kernel of float32 activations. It converts weights of any dtype to float32, which is exact.
 template <bool Gated>
 __global__ void __launch_bounds__(256, 2) linear_f32_kernel(const __grid_constant__ Product p) {
   let_successor_start();

@@ -89,17 +89,18 @@ inline std::string to_string(const WgmmaPackedPlan& p) { return to_string(p.prod
 /// a cluster have tiles of the same tokens, of rows beside each other, and share the copies of x. Such a group of tiles
 /// lies at group i % token_groups of tokens and i / token_groups of rows; clusters take groups in turn.
 ///
-/// The columns of a matrix of few rows are divided in halves for any number of tokens, and a sum is that of both halves.
-/// Where tiles are few, the halves are those of two blocks, side by side in a cluster of four, which bring their sums
-/// together there. Where tiles are many, a block makes one half after the other and parks the first one's sums in scratch
-/// memory meanwhile.
+/// The columns of a matrix of few rows are divided in halves, for any number of tokens: an element is the sum of both
+/// halves. Where there are few tiles, two blocks of a cluster of four take a half each, side by side, and send each
+/// other the sums that the other one finishes. Where there are many tiles, a block takes both halves in turn and parks
+/// the sums of the first half in scratch memory.
 inline constexpr int kPackedTilesBlocks = 2;
 
 /// A warp's sums go through shared memory in chunks: kPackedTilesChunk tokens of its rows, in float32.
 inline constexpr int kPackedTilesChunk = 16;
 inline constexpr int kPackedTilesChunkFloats = kPackedTilesChunk * kLinearWgmmaPartPitch;
 inline constexpr int kPackedTilesChunksBytes = kLinearWgmmaWarps * kPackedTilesChunkFloats * 4;
-/// The sums that a block is sent by the one that has the other half of the columns: of half of the tile's tokens.
+/// The bytes of a block's inbox: the block with the other half of the columns sends it the sums of half of the tile's
+/// tokens.
 constexpr int packed_tiles_inbox_bytes(int token_tile) { return token_tile / 2 * kLinearWgmmaTileRows * 4; }
 
 /// The stages of a block's ring. Beside the ring a block has its inbox and its chunks, and its barriers as static memory.
@@ -157,9 +158,10 @@ constexpr PackedTilesPlan packed_tiles_layout(const Arch& arch, const GptqLayout
   return p;
 }
 
-/// The tile with the shortest rounds, counted in tokens: what a step takes beside its products counts as
-/// kPackedTilesStepTokens more. Halves side by side are rounds of half the length. Among equals the widest tile reads the
-/// least. may_park: there is scratch memory for the sums of first halves.
+/// The plan whose rounds take the least time, in units of a token. A round costs its tile's tokens and
+/// kPackedTilesStepTokens for what a step does beside its products; with halves side by side a round has half of the
+/// steps. Among equals the widest tile is taken, which reads the least. `may_park` says that scratch memory has room
+/// for the sums of first halves.
 inline constexpr int kPackedTilesStepTokens = 120;
 constexpr PackedTilesPlan packed_tiles_plan(const Arch& arch, const GptqLayout& layout, std::int64_t tokens,
                                             std::int64_t rows, bool may_park = true) {

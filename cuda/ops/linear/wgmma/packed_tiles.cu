@@ -158,7 +158,7 @@ __device__ void finish_eight(const PackedTilesCall& c, int token, int row, const
   }
 }
 
-/// Keeps a warp's sums of the first half of the columns until those of the second half are there, and adds them.
+/// Stores a warp's sums of the first half of the columns in scratch memory, and later adds them to those of the second.
 template <int Tokens>
 class ParkedSums {
  public:
@@ -181,8 +181,8 @@ class ParkedSums {
   float4* at_;  // a lane reads what it has written itself
 };
 
-/// Brings together the sums of two blocks that have a half of the columns each. Chunk i of a warp's sums is block
-/// i % 2's: the other block's warp sends it there, and the sum of two has the same bits in either order. A block's inbox
+/// Adds up the sums of two blocks, each of which has a half of the columns. Block i % 2 finishes chunk i of a warp's
+/// sums: the other block's warp sends its part there. A sum of two has the same bits in either order. A block's inbox
 /// has a barrier for what arrives, and one in the sender's memory that says that the inbox is free again. Warps do not
 /// have barriers of their own: behind a wait for those the compiler would no longer know that a warp's lanes are together.
 template <int Tokens>
@@ -234,8 +234,8 @@ class SentSums {
 };
 
 /// Finishes a warp's sums of 16 rows, from `row` on, in chunks of tokens that go through shared memory: a lane then has
-/// eight rows of a token. Of halves side by side a block has every second chunk. A loop does the work, for the reason
-/// that Parts in wgmma/block.cuh gives.
+/// eight rows of a token. With halves side by side a block finishes every second chunk. A loop does the work, for the
+/// reason that Parts in wgmma/block.cuh gives.
 template <class T, int Tokens, bool Gated>
 __device__ void finish_tile(const PackedTilesCall& c, const Part& at, int first_token, int row, float* chunk,
                             const float (&sum)[Tokens / 2]) {
